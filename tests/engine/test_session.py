@@ -1,0 +1,176 @@
+"""A session's timeline on the golden model: what is prefilled, when it ends, and that nothing leaks between replies."""
+
+import os
+import shutil
+
+import numpy as np
+import pytest
+
+from slotpy.engine.loader import EngineOptions, load
+from slotpy.engine.sampler import SamplingParams
+from slotpy.engine.session import Session
+from slotpy.errors import CapacityError, ReadError, UsageError
+from tests.golden_model import GOLDEN, REF, TOKENS, load_golden
+
+GREEDY = SamplingParams(temperature=0)
+PROMPT = TOKENS[:20].tolist()
+
+
+@pytest.fixture(scope="module")
+def loaded():
+    model = load_golden()
+    yield model
+    model.close()
+
+
+@pytest.fixture
+def session(loaded):
+    return Session(loaded, num_valid_ids=256)
+
+
+def greedy(session, tokens, count, stop_ids=frozenset()):
+    return list(session.generate(tokens, GREEDY, count, stop_ids))
+
+
+def test_greedy_reply_follows_the_reference_argmax(session):
+    first = greedy(session, TOKENS.tolist(), 1)
+    assert first == [int(REF["logits_fp32"][-1].argmax())]
+
+
+def test_reply_ends_at_a_stop_id_which_is_not_yielded(session):
+    reply = greedy(session, PROMPT, 8)
+    assert greedy(session, PROMPT, 8, frozenset([reply[3]])) == reply[: reply.index(reply[3])]
+    assert session.stats.finish_reason == "stop"
+
+
+def test_reply_ends_at_the_length_limit(session):
+    assert len(greedy(session, PROMPT, 5)) == 5
+    assert session.stats.finish_reason == "length"
+    assert session.stats.decode_tokens == 5
+
+
+def test_reply_never_passes_the_context(session, loaded):
+    room = loaded.context_tokens - len(PROMPT)
+    assert len(greedy(session, PROMPT, None)) == room
+
+
+def test_extending_the_conversation_prefills_only_what_is_new(session):
+    reply = greedy(session, PROMPT, 6)
+    longer = PROMPT + reply + [9, 10, 11]
+    continued = greedy(session, longer, 6)
+    # The last token of the reply was never consumed, so it is prefilled with the new ones.
+    assert session.stats.prefill_tokens == 4
+    assert session.tokens[: len(longer)] == longer
+    fresh = Session(session._loaded, num_valid_ids=256)
+    assert greedy(fresh, longer, 6) == continued
+
+
+def test_changed_history_starts_the_session_anew(session, loaded):
+    greedy(session, PROMPT, 6)
+    other = [3, *PROMPT[1:]]
+    again = greedy(session, other, 6)
+    assert session.stats.prefill_tokens == len(other)
+    assert again == greedy(Session(loaded, num_valid_ids=256), other, 6)
+
+
+def test_same_prompt_twice_gives_the_same_reply(session):
+    assert greedy(session, PROMPT, 6) == greedy(session, PROMPT, 6)
+
+
+def test_closing_the_iterator_ends_the_reply_and_keeps_the_session_usable(session):
+    replies = session.generate(PROMPT, GREEDY, 50, frozenset())
+    taken = [next(replies) for _ in range(3)]
+    replies.close()
+    assert session.stats.finish_reason == "cancelled"
+    assert greedy(session, PROMPT, 3) == taken
+
+
+def test_cancel_ends_the_reply_after_the_current_token(session):
+    taken = []
+    for token in session.generate(PROMPT, GREEDY, 50, frozenset()):
+        taken.append(token)
+        if len(taken) == 4:
+            session.cancel()
+    assert len(taken) == 4
+    assert session.stats.finish_reason == "cancelled"
+
+
+def test_cancel_during_prefill_stops_between_passes(session, monkeypatch):
+    monkeypatch.setattr("slotpy.engine.session.config.PREFILL_CHUNK_TOKENS", 4)
+    step = session.step
+
+    def step_then_cancel(tokens):
+        session.cancel()
+        return step(tokens)
+
+    monkeypatch.setattr(session, "step", step_then_cancel)
+    assert greedy(session, PROMPT, 5) == []
+    assert session.stats.prefill_tokens == 4
+
+
+def test_prefill_in_passes_gives_the_same_reply(session, loaded, monkeypatch):
+    whole = greedy(session, PROMPT, 6)
+    monkeypatch.setattr("slotpy.engine.session.config.PREFILL_CHUNK_TOKENS", 7)
+    assert greedy(Session(loaded, num_valid_ids=256), PROMPT, 6) == whole
+
+
+def test_seed_reproduces_a_sampled_reply(session):
+    params = SamplingParams(temperature=1.5, seed=5)
+    first, second = (list(session.generate(PROMPT, params, 12, frozenset())) for _ in range(2))
+    assert first == second
+    assert first != list(session.generate(PROMPT, SamplingParams(temperature=1.5, seed=6), 12, frozenset()))
+
+
+def test_ids_beyond_the_tokenizer_are_never_sampled(loaded):
+    narrow = Session(loaded, num_valid_ids=10)
+    assert max(narrow.generate(PROMPT, SamplingParams(temperature=2.0, seed=1), 40, frozenset())) < 10
+
+
+@pytest.mark.parametrize(
+    ("tokens", "error", "words"),
+    [([], UsageError, "no tokens"), ([1, 256], UsageError, "256"), ([1] * 256, CapacityError, "256 tokens")],
+)
+def test_prompts_that_cannot_run_are_refused_with_the_numbers(session, tokens, error, words):
+    with pytest.raises(error, match=words):
+        greedy(session, tokens, 1)
+
+
+def test_stats_count_experts_and_reads(loaded):
+    session = Session(loaded, num_valid_ids=256)
+    greedy(session, PROMPT, 5)
+    stats = session.stats
+    asked = stats.hits + stats.misses
+    config = loaded.model.config
+    # Four decode steps ask for each layer's experts singly; a prefill pass asks for each distinct one once.
+    assert asked >= 4 * config.num_hidden_layers * config.num_experts_per_tok
+    assert stats.peak_bytes > 50 << 20
+    assert stats.prefill_tokens == len(PROMPT)
+    assert np.isfinite(stats.read_s)
+
+
+def test_resizing_between_tokens_changes_no_byte_of_the_reply(loaded):
+    plain = greedy(Session(loaded, num_valid_ids=256), PROMPT, 12)
+    session, taken = Session(loaded, num_valid_ids=256), []
+    for size, token in zip(
+        [40, 3, 11, 1, 30, 7, 40, 2, 5, 9, 40, 40], session.generate(PROMPT, GREEDY, 12, frozenset())
+    ):
+        taken.append(token)
+        loaded.experts.resize(size)
+    assert taken == plain
+
+
+def test_failed_read_ends_the_reply_and_the_next_one_is_right(tmp_path):
+    copy = shutil.copytree(GOLDEN, tmp_path / "copy")
+    loaded = load(copy, EngineOptions(slots=4, context_tokens=256))
+    session = Session(loaded, num_valid_ids=256)
+    plain = greedy(session, PROMPT, 6)
+    files = {f: (f.read_bytes(), f.stat()) for f in copy.glob("model-*")}
+    for file in files:
+        os.truncate(file, 5000)
+    with pytest.raises(ReadError):
+        greedy(session, PROMPT, 6)
+    for file, (content, status) in files.items():
+        file.write_bytes(content)
+        os.utime(file, ns=(status.st_atime_ns, status.st_mtime_ns))
+    assert greedy(session, PROMPT, 6) == plain
+    loaded.close()
