@@ -35,9 +35,9 @@ def compare_with_reference(directory: Path, reference: Path, options: EngineOpti
                     expected=found.shape,
                     found=expected.shape,
                 )
-            # NaN would pass a comparison with max; it must fail this one.
-            error = np.abs(found - expected).max()
-            yield name, float(error) if np.isfinite(found).all() else float("inf")
+            difference = np.abs(found - expected)
+            # NaN loses every comparison, so it would pass for the smallest error; it must be the largest.
+            yield name, float(difference.max()) if np.isfinite(difference).all() else float("inf")
     finally:
         loaded.close()
 

@@ -74,6 +74,7 @@ class SlotTable:
         self._reading: dict[int, int] = {}
         self._free = list(range(num_slots - 1, -1, -1))  # taken from the end: low slots first
         self._leases: dict[int, int] = {}  # key -> number of plans that hold it; READY keys only
+        self._open: set[Plan] = set()  # not ended by release or abort (a prefetch: by commit or abort)
         self._prefetched: set[int] = set()  # brought in by a prefetch, not used yet
         self.counters = SlotCounters()
 
@@ -115,7 +116,7 @@ class SlotTable:
         """
         wanted = keys.tolist()
         if not wanted:
-            return _make_plan([], [], [], [])
+            return self._make_plan([], [], [], [])
         layer = self._check(wanted)
         if not self._reading.keys().isdisjoint(wanted):
             raise ValueError("a key is still being read: commit the plan or prefetch that reads it first")
@@ -140,7 +141,7 @@ class SlotTable:
         self._prefetched.difference_update(hits)
         miss = [key in self._reading for key in wanted]
         slots = [self._reading[key] if new else self._ready[key] for key, new in zip(wanted, miss, strict=True)]
-        return _make_plan(wanted, slots, miss, evicted)
+        return self._make_plan(wanted, slots, miss, evicted)
 
     def plan_prefetch(self, keys: np.ndarray) -> Plan:
         """Give FREE slots to those of `keys`, the first ones first, that are neither READY nor being read.
@@ -158,31 +159,36 @@ class SlotTable:
             self._reading[key] = self._free.pop()
         self.counters.prefetches += len(taken)
         slots = [self._reading[key] for key in taken]
-        return _make_plan(taken, slots, [True] * len(taken), [], is_prefetch=True)
+        return self._make_plan(taken, slots, [True] * len(taken), [], is_prefetch=True)
 
     def commit(self, plan: Plan) -> None:
-        """Make the misses of a plan READY, their bytes being complete in their slots. Once per plan."""
-        for key, slot in self._take_reading(plan):
-            self._ready[key] = slot
+        """Make the misses of a plan READY, their bytes being complete in their slots. Once; a plan without misses needs none."""
+        missing = self._misses(plan, reading=True)
+        for key in missing:
+            self._ready[key] = self._reading.pop(key)
             self._policy.admit(key)
-            if plan.is_prefetch:
-                self._prefetched.add(key)
-            else:
-                self._leases[key] = 1
+        if plan.is_prefetch:
+            self._prefetched.update(missing)
+            self._open.remove(plan)
+        else:
+            self._leases.update(dict.fromkeys(missing, 1))
 
     def abort(self, plan: Plan) -> None:
         """Undo a plan whose read failed: its misses are FREE again, its leases ended. Instead of commit and release.
 
         The keys it evicted stay evicted: their bytes may be overwritten.
         """
-        for key, slot in self._take_reading(plan):
-            self._free.append(slot)
+        for key in self._misses(plan, reading=True):
+            self._free.append(self._reading.pop(key))
             if not plan.is_prefetch:
                 self._policy.forget(key)
+        self._open.remove(plan)
         self._end_leases(plan.keys[~plan.miss].tolist())
 
     def release(self, plan: Plan) -> None:
-        """End the leases of a committed plan: nothing reads its slots any more. Once per plan."""
+        """End the leases of a plan that is committed or had no misses: nothing reads its slots any more."""
+        self._misses(plan, reading=False)
+        self._open.remove(plan)
         self._end_leases(plan.keys.tolist())
 
     def resize(self, num_slots: int) -> tuple[np.ndarray, np.ndarray]:
@@ -227,20 +233,25 @@ class SlotTable:
         self.counters.evictions += len(evicted)
         return evicted
 
-    def _take_reading(self, plan: Plan) -> list[tuple[int, int]]:
-        """Take the misses of a plan, as (key, slot), out of those being read."""
+    def _misses(self, plan: Plan, reading: bool) -> list[int]:
+        """Give the misses of a plan, refusing one that has ended or whose misses are in the other state."""
         missing = plan.keys[plan.miss].tolist()
-        if any(key not in self._reading for key in missing):
-            raise ValueError("the plan was committed or aborted before")
-        return [(key, self._reading.pop(key)) for key in missing]
+        if plan not in self._open or (missing and (missing[0] in self._reading) != reading):
+            raise ValueError(f"the plan has ended, or is {'committed' if reading else 'not committed'}")
+        return missing
 
     def _end_leases(self, keys: list[int]) -> None:
-        if any(key not in self._leases for key in keys):
-            raise ValueError("the plan holds no lease: it was released before, or not committed")
         for key in keys:
             self._leases[key] -= 1
             if not self._leases[key]:
                 del self._leases[key]
+
+    def _make_plan(
+        self, keys: list[int], slots: list[int], miss: list[bool], evicted: list[int], is_prefetch: bool = False
+    ) -> Plan:
+        plan = Plan(_int64(keys), _int32(slots), np.array(miss, dtype=bool), _int64(evicted), is_prefetch)
+        self._open.add(plan)
+        return plan
 
 
 def _int32(values: Iterable[int]) -> np.ndarray:
@@ -249,9 +260,3 @@ def _int32(values: Iterable[int]) -> np.ndarray:
 
 def _int64(values: Iterable[int]) -> np.ndarray:
     return np.fromiter(values, dtype=np.int64)
-
-
-def _make_plan(
-    keys: list[int], slots: list[int], miss: list[bool], evicted: list[int], is_prefetch: bool = False
-) -> Plan:
-    return Plan(_int64(keys), _int32(slots), np.array(miss, dtype=bool), _int64(evicted), is_prefetch)

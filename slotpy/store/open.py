@@ -4,12 +4,11 @@ import logging
 from collections.abc import Sequence
 from pathlib import Path
 
+from slotpy import config
 from slotpy.native import NativeAbsentError, load
 from slotpy.store.base import Store
 from slotpy.store.pread import PreadStore
 from slotpy.store.python import PythonStore
-
-DEFAULT_NUM_THREADS = 8
 
 _log = logging.getLogger(__name__)
 
@@ -17,7 +16,7 @@ _log = logging.getLogger(__name__)
 def open_store(
     files: Sequence[Path],
     *,
-    num_threads: int = DEFAULT_NUM_THREADS,
+    num_threads: int = config.READ_THREADS,
     direct: bool = False,
     native: bool | None = None,
 ) -> Store:

@@ -1,0 +1,64 @@
+"""Experts over slots: a pair's bits depend on its token and its expert alone."""
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from slotpy.layers.switch import StreamedExperts, _scale_blocks
+from tests.golden_model import load_golden
+
+WIDTH, EXPERTS = 64, 8
+
+
+@pytest.fixture
+def make_experts():
+    opened = []
+
+    def make(slots):
+        opened.append(load_golden(slots=slots))
+        loaded = opened[-1]
+        return StreamedExperts(loaded.experts, loaded.checkpoint.expert_format, mx.float32)
+
+    yield make
+    for loaded in opened:
+        loaded.close()
+
+
+def outputs(experts, x, keys):
+    y = np.array(experts(mx.array(x), keys))
+    experts.cache.retire()
+    return y
+
+
+def test_a_pair_has_the_same_bits_alone_in_a_crowd_and_in_waves(make_experts):
+    rng = np.random.default_rng(0)
+    x = rng.standard_normal((30, WIDTH)).astype(np.float32)
+    keys = EXPERTS * 2 + np.array([rng.choice(EXPERTS, 3, replace=False) for _ in range(30)])
+    together = outputs(make_experts(40), x, keys)
+    alone = np.stack([outputs(make_experts(40), x[i : i + 1], keys[i : i + 1])[0] for i in range(4)])
+    assert together[:4].tobytes() == alone.tobytes()
+    for slots in (1, 3, 7):
+        assert outputs(make_experts(slots), x, keys).tobytes() == together.tobytes()
+
+
+def test_experts_compute_swiglu(make_experts):
+    experts = make_experts(40)
+    x = np.random.default_rng(1).standard_normal((1, WIDTH)).astype(np.float32)
+    y = outputs(experts, x, np.array([[5]]))[0, 0]
+    slot = experts.cache.acquire(np.array([5]))[0]
+    gate, up, down = (
+        np.array(experts.cache.arrays[f"{name}.weight"][int(slot)].astype(mx.float32))
+        for name in ("gate", "up", "down")
+    )
+    hidden = (gate @ x[0]) / (1 + np.exp(-(gate @ x[0]))) * (up @ x[0])
+    assert np.abs(y - down @ hidden).max() < 1e-5
+
+
+def test_block_scales_cover_partial_blocks():
+    codes = mx.to_fp8(mx.ones((2, 130, 200)))
+    scale = mx.arange(8, dtype=mx.float32).reshape(2, 2, 2)
+    found = np.array(_scale_blocks(codes, scale))
+    for record in range(2):
+        for row in (0, 127, 128, 129):
+            for column in (0, 127, 128, 199):
+                assert found[record, row, column] == record * 4 + row // 128 * 2 + column // 128
