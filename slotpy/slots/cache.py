@@ -65,9 +65,13 @@ class SlotCache:
         Raises CapacityError when more keys are asked for than slots are free of leases.
         """
         plan = self.table.plan(keys)
-        lease = Lease(self, plan, self._submit(keys[plan.miss], plan.slots[plan.miss]) if plan.miss.any() else None)
-        self._leases.append(lease)
-        return lease
+        try:
+            ticket = self._submit(keys[plan.miss], plan.slots[plan.miss]) if plan.miss.any() else None
+        except BaseException:
+            self.table.abort(plan)
+            raise
+        self._leases.append(Lease(self, plan, ticket))
+        return self._leases[-1]
 
     def acquire(self, keys: np.ndarray) -> np.ndarray:
         """Lease slots for distinct keys and wait for their records: `begin(keys).wait()`."""

@@ -121,6 +121,15 @@ def test_failed_read_maps_nothing_and_the_cache_goes_on(make_cache, content, pat
     assert_holds(cache, content, [1, 2], cache.acquire(np.array([1, 2])))
 
 
+def test_a_read_that_cannot_even_start_leaves_the_cache_as_it_was(make_cache, content):
+    cache = make_cache(2)
+    cache.store.close()
+    with pytest.raises((ReadError, ValueError)):
+        cache.begin(np.array([1, 2]))
+    assert cache.table.capacity == 2
+    assert not cache.table.is_reading(np.array([1, 2])).any()
+
+
 def test_abandon_waits_for_reads_under_way_and_maps_none_of_them(make_cache, content):
     cache = make_cache(4)
     cache.acquire(np.array([3]))

@@ -21,7 +21,8 @@ def keys(*values: int) -> np.ndarray:
 def load(table: SlotTable, *values: int) -> Plan:
     """Plan, commit and release."""
     plan = table.plan(keys(*values))
-    table.commit(plan)
+    if plan.miss.any():
+        table.commit(plan)
     table.release(plan)
     return plan
 
@@ -83,13 +84,18 @@ def test_plan_that_does_not_fit_changes_nothing() -> None:
     table = SlotTable(4, 2, 8)
     load(table, 0, 1, 2)
     held = table.plan(keys(0, 1))
-    before = copy.deepcopy(vars(table) | {"_policy": vars(table._policy)})
+
+    def state() -> dict[str, object]:
+        parts = {name: value for name, value in vars(table).items() if name not in ("_open", "_policy")}
+        return copy.deepcopy(parts | {"_policy": vars(table._policy)}) | {"_open": set(table._open)}
+
+    before = state()
     with pytest.raises(CapacityError, match="3 records wanted at once, 3 of them to be read; room for 2"):
         table.plan(keys(8, 9, 10))
     # Two hits fit, but held they leave no room for the miss that a free slot and key 2 would have made room for.
     with pytest.raises(CapacityError, match="room for 1"):
         table.plan(keys(2, 3, 4))
-    assert vars(table) | {"_policy": vars(table._policy)} == before
+    assert state() == before
     table.release(held)
     assert load(table, 8, 9, 10).miss.all()
 
@@ -129,13 +135,32 @@ def test_a_plan_ends_once() -> None:
     with pytest.raises(ValueError, match="not committed"):
         table.release(plan)
     table.commit(plan)
-    with pytest.raises(ValueError, match="before"):
-        table.commit(plan)
-    with pytest.raises(ValueError, match="before"):
-        table.abort(plan)
+    for end in (table.commit, table.abort):
+        with pytest.raises(ValueError, match="is committed"):
+            end(plan)
     table.release(plan)
-    with pytest.raises(ValueError, match="no lease"):
+    with pytest.raises(ValueError, match="has ended"):
         table.release(plan)
+
+
+def test_an_ended_plan_cannot_end_the_next_plan_of_its_keys() -> None:
+    table = SlotTable(2, 1, 8)
+    failed = table.plan(keys(0, 1))
+    table.abort(failed)
+    again = table.plan(keys(0, 1))
+    with pytest.raises(ValueError, match="has ended"):
+        table.commit(failed)
+    table.commit(again)
+    with pytest.raises(ValueError, match="has ended"):
+        table.release(failed)
+    assert table.capacity == 0
+
+
+def test_a_plan_of_hits_needs_no_commit() -> None:
+    table = SlotTable(2, 1, 8)
+    load(table, 0, 1)
+    table.release(table.plan(keys(1, 0)))
+    assert table.capacity == 2
 
 
 def test_prefetch_takes_free_slots_only() -> None:
@@ -162,6 +187,15 @@ def test_an_unused_prefetch_is_evicted_first() -> None:
     load(table, 0)
     load(table, 0)
     assert table.counters.prefetch_hits == 0
+
+
+def test_a_committed_prefetch_has_ended() -> None:
+    table = SlotTable(2, 1, 8)
+    prefetch = table.plan_prefetch(keys(0))
+    table.commit(prefetch)
+    for end in (table.commit, table.abort, table.release):
+        with pytest.raises(ValueError, match="has ended"):
+            end(prefetch)
 
 
 def test_an_aborted_prefetch_frees_its_slots() -> None:
@@ -293,7 +327,8 @@ class TableAgainstModel(RuleBasedStateMachine):
     def end_reading(self, data: st.DataObject) -> None:
         plan = self.open.pop(data.draw(st.integers(0, len(self.open) - 1)))
         if data.draw(st.booleans()):
-            self.table.commit(plan)
+            if plan.miss.any() or plan.is_prefetch:
+                self.table.commit(plan)
             self.ready |= set(plan.keys.tolist())
             if not plan.is_prefetch:
                 self.held.append(plan)
