@@ -8,7 +8,7 @@ PREFILL_CHUNK_TOKENS = 512
 """Tokens of one prefill pass. Bounds the workspace; each pass reads the experts it routes to."""
 
 ROW_CACHE_BYTES = 64 << 20
-"""Slot memory for n-gram rows. Row ids are hashes, so only repeated n-grams hit: a small cache does as well as a big."""
+"""Slot memory for n-gram rows. Row ids are hashes, so only repeated n-grams hit: a small cache does as well."""
 
 CONTEXT_TOKENS = 32_768
 """Context planned for when none is asked for, unless the model's own limit is lower."""

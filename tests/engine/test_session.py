@@ -151,9 +151,8 @@ def test_stats_count_experts_and_reads(loaded):
 def test_resizing_between_tokens_changes_no_byte_of_the_reply(loaded):
     plain = greedy(Session(loaded, num_valid_ids=256), PROMPT, 12)
     session, taken = Session(loaded, num_valid_ids=256), []
-    for size, token in zip(
-        [40, 3, 11, 1, 30, 7, 40, 2, 5, 9, 40, 40], session.generate(PROMPT, GREEDY, 12, frozenset())
-    ):
+    sizes = [40, 3, 11, 1, 30, 7, 40, 2, 5, 9, 40, 40]
+    for size, token in zip(sizes, session.generate(PROMPT, GREEDY, 12, frozenset()), strict=True):
         taken.append(token)
         loaded.experts.resize(size)
     assert taken == plain
