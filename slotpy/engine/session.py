@@ -107,22 +107,23 @@ class Session:
             self._reset()
             done = 0
         logits = None
-        for start in range(done, len(tokens), config.PREFILL_CHUNK_TOKENS):
+        size = config.PREFILL_CHUNK_TOKENS
+        for start in range(done, len(tokens), size):
             if self._cancelled:
                 return None
-            chunk = tokens[start : start + config.PREFILL_CHUNK_TOKENS]
-            logits = self.step(chunk)
+            chunk = tokens[start : start + size]
+            logits = self.step(chunk, upcoming=tokens[start + size : start + 2 * size])
             self.stats.prefill_tokens += len(chunk)
         return logits
 
-    def step(self, tokens: Sequence[int]) -> np.ndarray:
-        """Run tokens through the model and give the logits (V,) float32 after the last.
+    def step(self, tokens: Sequence[int], *, upcoming: Sequence[int] = ()) -> np.ndarray:
+        """Run tokens through the model and give the logits (V,) float32 after the last; `upcoming` tokens come next.
 
         States are evaluated too, so that no graph outlives the slots it reads. After an error the session is as new:
         some layers had consumed the tokens, others not.
         """
         try:
-            streams = self._model.forward(np.array(tokens, dtype=np.int64), self._state)
+            streams = self._model.forward(_ids(tokens), self._state, upcoming=_ids(upcoming))
             logits = self._model.logits(streams[-1:])[0].astype(mx.float32)
             mx.eval(logits, self._state.arrays())
         except BaseException:
@@ -148,6 +149,10 @@ class Session:
                 hint="Shorten the prompt.",
             )
         return room
+
+
+def _ids(tokens: Sequence[int]) -> np.ndarray:
+    return np.array(tokens, dtype=np.int64)
 
 
 class _Meter:

@@ -31,6 +31,10 @@ class StreamedRows:
         waves = [distinct[i : i + self.cache.num_slots] for i in range(0, len(distinct), self.cache.num_slots)]
         return PendingRows(self, waves, inverse.reshape(ids.shape), self.cache.begin(waves[0]))
 
+    def prefetch(self, ids: np.ndarray) -> None:
+        """Start reading rows (T, heads) that will be begun next, as far as free slots go."""
+        self.cache.prefetch(np.unique(ids))
+
     def _decode(self, slots: np.ndarray) -> mx.array:
         """Read rows (n, D) out of their slots, rounded once to the model dtype."""
         index = mx.array(slots)

@@ -22,6 +22,8 @@ from slotpy.layers.sparse_attention import Indexer, SparseAttention, SparseAtten
 from slotpy.layers.switch import SharedExpert, StreamedExperts, StreamedMoE
 from slotpy.models.weights import Weights
 
+NO_TOKENS = np.empty(0, dtype=np.int64)
+
 
 @dataclass
 class Qwen4ExpState:
@@ -96,25 +98,30 @@ class Qwen4Exp:
             open_positions=np.zeros((3, 0), dtype=np.int64),
         )
 
-    def begin_rows(self, tokens: np.ndarray, state: Qwen4ExpState) -> PendingRows:
-        """Start reading the n-gram rows of tokens (T,), and move the token history on."""
+    def begin_rows(self, tokens: np.ndarray, state: Qwen4ExpState, upcoming: np.ndarray) -> PendingRows:
+        """Start reading the n-gram rows of tokens (T,) and then those of `upcoming`; move the token history on."""
         ids, state.token_history = ngram_ids(tokens, state.token_history, self.config)
-        return self.rows.begin(ids)
+        pending = self.rows.begin(ids)
+        if len(upcoming):
+            self.rows.prefetch(ngram_ids(upcoming, state.token_history, self.config)[0])
+        return pending
 
     def forward(
         self,
         tokens: np.ndarray,
         state: Qwen4ExpState,
         *,
+        upcoming: np.ndarray = NO_TOKENS,
         embeddings: mx.array | None = None,
         positions: np.ndarray | None = None,
     ) -> mx.array:
         """Run tokens (T,) and advance the state: returns the streams (T, S, D) before the final mixer.
 
+        `upcoming` tokens follow in the next pass: their n-gram rows are read while this one computes.
         `embeddings` (T, D) replace the tokens' own, and `positions` (3, T) replace text positions, where a prompt holds
         image features; n-gram rows always follow the token ids.
         """
-        pending = self.begin_rows(tokens, state)
+        pending = self.begin_rows(tokens, state, upcoming)
         if embeddings is None:
             embeddings = self.embed(tokens)
         step = self.positioner.step(len(tokens), state, positions)

@@ -48,6 +48,7 @@ class SlotCache:
         self.backing = UnifiedBacking(records.roles, num_slots)
         self.records_read = self.bytes_read = 0
         self._leases: list[Lease] = []
+        self._prefetches: list[tuple[Plan, Ticket]] = []
         self._role_nbytes = np.array([role.nbytes for role in records.roles], dtype=np.int64)
 
     @property
@@ -62,8 +63,9 @@ class SlotCache:
     def begin(self, keys: np.ndarray) -> Lease:
         """Lease slots for distinct keys (n,) and start reading what is missing.
 
-        Raises CapacityError when more keys are asked for than slots are free of leases.
+        Waits for prefetches first. Raises CapacityError when more keys are asked for than slots are free of leases.
         """
+        self._settle()
         plan = self.table.plan(keys)
         try:
             ticket = self._submit(keys[plan.miss], plan.slots[plan.miss]) if plan.miss.any() else None
@@ -77,6 +79,16 @@ class SlotCache:
         """Lease slots for distinct keys and wait for their records: `begin(keys).wait()`."""
         return self.begin(keys).wait()
 
+    def prefetch(self, keys: np.ndarray) -> None:
+        """Start reading records into FREE slots, as many as there are; evicts nothing and holds nothing.
+
+        For records that are certain to be asked for soon: the next `begin` waits for them.
+        """
+        self._settle()
+        plan = self.table.plan_prefetch(keys)
+        if len(plan.keys):
+            self._prefetches.append((plan, self._submit(plan.keys, plan.slots)))
+
     def retire(self) -> None:
         """End all leases. Call it after a sync on something that depends on every graph built from their slots."""
         for lease in self._leases:
@@ -86,8 +98,9 @@ class SlotCache:
     def abandon(self) -> None:
         """End all leases after a failure, when no graph built from them will be evaluated.
 
-        Waits for what is still being read, and maps none of it.
+        Waits for what is still being read, and maps none of it but prefetches.
         """
+        self._settle()
         for lease in self._leases:
             if lease.ticket is None:
                 self.table.release(lease.plan)
@@ -99,6 +112,7 @@ class SlotCache:
 
     def resize(self, num_slots: int) -> None:
         """Change the number of slots: growing keeps all records, shrinking keeps the hottest. No lease may be out."""
+        self._settle()
         moved = self.table.resize(min(num_slots, self.records.num_records))
         backing = UnifiedBacking(self.records.roles, self.num_slots)
         backing.copy_from(self.backing, *moved)
@@ -113,6 +127,17 @@ class SlotCache:
         reads[..., 3] = slots[:, None] * self._role_nbytes
         reads[..., 4] = self._role_nbytes
         return self.store.submit(reads.reshape(-1, 5), self.backing.buffers)
+
+    def _settle(self) -> None:
+        """Wait for all prefetches. One that failed is forgotten: asking for its records raises."""
+        for plan, ticket in self._prefetches:
+            try:
+                ticket.wait()
+            except ReadError:
+                self.table.abort(plan)
+            else:
+                self._commit(plan)
+        self._prefetches.clear()
 
     def _commit(self, plan: Plan) -> None:
         self.table.commit(plan)

@@ -162,7 +162,7 @@ class SlotTable:
         return self._make_plan(taken, slots, [True] * len(taken), [], is_prefetch=True)
 
     def commit(self, plan: Plan) -> None:
-        """Make the misses of a plan READY, their bytes being complete in their slots. Once; a plan without misses needs none."""
+        """Make the misses of a plan READY, their bytes being complete; once. A plan without misses needs none."""
         missing = self._misses(plan, reading=True)
         for key in missing:
             self._ready[key] = self._reading.pop(key)

@@ -1,5 +1,6 @@
 """A session's timeline on the golden model: what is prefilled, when it ends, and that nothing leaks between replies."""
 
+import dataclasses
 import os
 import shutil
 
@@ -99,9 +100,9 @@ def test_cancel_during_prefill_stops_between_passes(session, monkeypatch):
     monkeypatch.setattr("slotpy.engine.session.config.PREFILL_CHUNK_TOKENS", 4)
     step = session.step
 
-    def step_then_cancel(tokens):
+    def step_then_cancel(tokens, **upcoming):
         session.cancel()
-        return step(tokens)
+        return step(tokens, **upcoming)
 
     monkeypatch.setattr(session, "step", step_then_cancel)
     assert greedy(session, PROMPT, 5) == []
@@ -112,6 +113,16 @@ def test_prefill_in_passes_gives_the_same_reply(session, loaded, monkeypatch):
     whole = greedy(session, PROMPT, 6)
     monkeypatch.setattr("slotpy.engine.session.config.PREFILL_CHUNK_TOKENS", 7)
     assert greedy(Session(loaded, num_valid_ids=256), PROMPT, 6) == whole
+
+
+def test_rows_of_the_next_pass_are_read_while_this_one_computes(loaded, monkeypatch):
+    monkeypatch.setattr("slotpy.engine.session.config.PREFILL_CHUNK_TOKENS", 7)
+    loaded.rows.resize(1)
+    loaded.rows.resize(loaded.rows.records.num_records)
+    before = dataclasses.replace(loaded.rows.table.counters)
+    Session(loaded, num_valid_ids=256).prefill(PROMPT)
+    counters = loaded.rows.table.counters
+    assert counters.prefetch_hits - before.prefetch_hits == counters.prefetches - before.prefetches > 0
 
 
 def test_seed_reproduces_a_sampled_reply(session):

@@ -139,6 +139,26 @@ def test_abandon_waits_for_reads_under_way_and_maps_none_of_them(make_cache, con
     assert_holds(cache, content, [4, 5], cache.acquire(np.array([4, 5])))
 
 
+def test_prefetch_fills_free_slots_only_and_the_next_request_hits(make_cache, content):
+    cache = make_cache(4)
+    cache.acquire(np.array([0, 1]))
+    cache.retire()
+    cache.prefetch(np.array([8, 9, 10]))
+    assert_holds(cache, content, [8, 9], cache.acquire(np.array([8, 9])))
+    counters = cache.table.counters
+    assert (counters.prefetches, counters.prefetch_hits, counters.evictions) == (2, 2, 0)
+    assert cache.records_read == 4
+
+
+def test_failed_prefetch_is_silent_until_its_record_is_asked_for(make_cache, path):
+    cache = make_cache(4)
+    os.truncate(path, 100)
+    cache.prefetch(np.array([3]))
+    with pytest.raises(ReadError):
+        cache.acquire(np.array([3]))
+    assert len(cache.table.residents()[0]) == 0
+
+
 def test_growing_keeps_every_record(make_cache, content):
     cache, keys = make_cache(3), np.array([0, 1, 2])
     cache.acquire(keys)
