@@ -1,12 +1,9 @@
 """What a packed checkpoint says about itself: the manifest `slotpy-pack.json`.
 
 Owns the manifest's form, the check of its files' sizes at every opening, and of their SHA-256 on request. Writes
-nothing (pack.py does) and knows no tensor names.
+nothing (writing.py does) and knows no tensor names.
 """
 
-import functools
-import hashlib
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,7 +12,9 @@ import numpy as np
 
 from slotpy.checkpoint.formats import WeightFormat
 from slotpy.checkpoint.index import parse_json_object, resolve_directory
+from slotpy.checkpoint.outputs import SourceState
 from slotpy.checkpoint.records import RecordSet, Role
+from slotpy.checkpoint.writing import Progress, WrittenFile, verify_files
 from slotpy.errors import CheckpointError
 
 MANIFEST_NAME = "slotpy-pack.json"
@@ -23,28 +22,6 @@ MANIFEST_NAME = "slotpy-pack.json"
 JOURNAL_NAME = "slotpy-pack.journal"
 FORMAT_VERSION = 1
 _PACK_AGAIN = "Remove the directory and run `slotpy pack` again."
-_HASH_BLOCK_BYTES = 8 << 20
-
-Progress = Callable[[str, int, int], None]
-"""Called with a file name, the bytes done so far and the bytes in all."""
-
-
-@dataclass(frozen=True)
-class PackedFile:
-    """Name one file of a pack, with its size and its SHA-256 in hex."""
-
-    name: str
-    nbytes: int
-    sha256: str
-
-
-@dataclass(frozen=True)
-class SourceFile:
-    """Name one file that a pack was made from, in the state that was read."""
-
-    name: str
-    nbytes: int
-    mtime_ns: int
 
 
 @dataclass(frozen=True)
@@ -96,10 +73,9 @@ class PackManifest:
     directory: Path
     layout: str
     row_scale: str | None
-    config_sha256: str
-    source: tuple[SourceFile, ...]
+    source: SourceState
     records: dict[str, PackedRecords]
-    files: tuple[PackedFile, ...]
+    files: tuple[WrittenFile, ...]
     left_out: tuple[str, ...]
 
     @property
@@ -134,7 +110,7 @@ class PackManifest:
             "format_version": FORMAT_VERSION,
             "layout": self.layout,
             "row_scale": self.row_scale,
-            "source": {"config_sha256": self.config_sha256, "files": [vars(file) for file in self.source]},
+            "source": self.source.to_json(),
             "records": {kind: records.to_json() for kind, records in self.records.items()},
             "files": [vars(file) for file in self.files],
             "left_out": list(self.left_out),
@@ -184,39 +160,8 @@ def verify_pack(directory: Path, *, progress: Progress = lambda name, done, tota
     Raises: CheckpointError as `load_pack`, and for the first file whose bytes differ.
     """
     manifest = load_pack(directory)
-    total = sum(file.nbytes for file in manifest.files)
-    before = 0
-    for file in manifest.files:
-        path = manifest.directory / file.name
-        report = functools.partial(report_position, progress, file.name, before, total)
-        found = hash_prefix(path, file.nbytes, report).hexdigest()
-        if found != file.sha256:
-            raise CheckpointError("bytes changed", file=path, expected=file.sha256, found=found, hint=_PACK_AGAIN)
-        before += file.nbytes
+    verify_files(manifest.directory, manifest.files, progress, hint=_PACK_AGAIN)
     return manifest
-
-
-def report_position(progress: Progress, name: str, before: int, total: int, position: int) -> None:
-    """Report a position in one file, with `before` bytes in the files before it."""
-    progress(name, before + position, total)
-
-
-def hash_prefix(path: Path, nbytes: int, report: Callable[[int], None]) -> "hashlib._Hash":
-    """Give the SHA-256 state after the first `nbytes` bytes of a file (after all of them where there are fewer).
-
-    Raises: CheckpointError when the file cannot be read.
-    """
-    hasher = hashlib.sha256()
-    position = 0
-    try:
-        with open(path, "rb", buffering=0) as file:
-            while block := file.read(min(nbytes - position, _HASH_BLOCK_BYTES)):
-                hasher.update(block)
-                position += len(block)
-                report(position)
-    except OSError as error:
-        raise CheckpointError("cannot read", file=path, found=error.strerror) from error
-    return hasher
 
 
 def _manifest_from_json(directory: Path, fields: dict[str, Any]) -> PackManifest:
@@ -235,10 +180,9 @@ def _manifest_from_json(directory: Path, fields: dict[str, Any]) -> PackManifest
         directory=directory,
         layout=fields["layout"],
         row_scale=fields["row_scale"],
-        config_sha256=fields["source"]["config_sha256"],
-        source=tuple(SourceFile(**file) for file in fields["source"]["files"]),
+        source=SourceState.from_json(fields["source"]),
         records=records,
-        files=tuple(PackedFile(**file) for file in fields["files"]),
+        files=tuple(WrittenFile(**file) for file in fields["files"]),
         left_out=tuple(fields["left_out"]),
     )
 

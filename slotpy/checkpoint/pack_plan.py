@@ -2,54 +2,30 @@
 
 Owns the packed form: one container per few GiB of records, the resident tensors under their own names, the small files
 as they are. Everything is decided before a byte is written, so that an interrupted pack can go on. Writes nothing
-(pack.py does) and reads the source in blocks of bounded size.
+(writing.py does) and reads the source in blocks of bounded size.
 """
 
-import hashlib
-import json
-import os
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
 from slotpy.checkpoint.checkpoint import Checkpoint
-from slotpy.checkpoint.index import INDEX_NAME, FileStamp, Span, TensorIndex, read_exactly, resolve_directory
-from slotpy.checkpoint.manifest import PackedRecords, RecordFile, SourceFile
+from slotpy.checkpoint.index import Span, TensorIndex, resolve_directory
+from slotpy.checkpoint.manifest import PackedRecords, RecordFile
+from slotpy.checkpoint.outputs import DATA_ALIGNMENT, Output, SourceState, describe_source, make_header, plan_copies
 from slotpy.checkpoint.records import DTYPE_BYTES, RecordSet
-from slotpy.errors import CheckpointError
 
-# A page of Apple silicon, and a multiple of every drive's sector: direct reads need no bounce buffer.
-EXPERT_ALIGNMENT = 16384
+EXPERT_ALIGNMENT = DATA_ALIGNMENT
 # A row is smaller than a page: aligning it to one would multiply the table. docs/checkpoints.md counts the cost.
 ROW_ALIGNMENT = 32
-DATA_ALIGNMENT = 16384
 # Small enough to move and to hash again after an interruption, large enough to stay few.
 MAX_FILE_BYTES = 10 << 30
-MAX_COPY_BYTES = 64 << 20
 BLOCK_BYTES = 64 << 20
 # Pieces from here on are read straight into their record; below, one read of many and a copy is faster.
 _DIRECT_BYTES = 64 << 10
-
-
-class Output(Protocol):
-    """One file of a pack: `header`, then what `blocks` yields, `nbytes` in all."""
-
-    @property
-    def name(self) -> str: ...
-    @property
-    def header(self) -> bytes: ...
-    @property
-    def nbytes(self) -> int: ...
-
-    def blocks(self, start: int) -> Iterator[memoryview]:
-        """Yield the bytes after the header from `start` on. A block is valid until the next is asked for.
-
-        Raises: ReadError when the source cannot be read or has changed.
-        """
-        ...
+_WRITER = "slotpy-pack"
 
 
 @dataclass(frozen=True)
@@ -141,30 +117,10 @@ class ResidentOutput:
 
 
 @dataclass(frozen=True)
-class CopyOutput:
-    """A small file (config, tokenizer, chat template) taken over byte for byte."""
-
-    name: str
-    path: Path
-    stamp: FileStamp
-    header: bytes = b""
-
-    @property
-    def nbytes(self) -> int:
-        return self.stamp.nbytes
-
-    def blocks(self, start: int) -> Iterator[memoryview]:
-        data = memoryview(bytearray(self.nbytes - start))
-        read_exactly(self.path, self.stamp, start, data)
-        yield data
-
-
-@dataclass(frozen=True)
 class PackPlan:
     """Say what a pack of one source consists of. `outputs` are in the order of writing."""
 
-    source: tuple[SourceFile, ...]
-    config_sha256: str
+    source: SourceState
     records: dict[str, PackedRecords]
     outputs: tuple[Output, ...]
     left_out: tuple[str, ...]
@@ -202,19 +158,9 @@ def plan_pack(checkpoint: Checkpoint) -> PackPlan:
             files=tuple(RecordFile(file.name, file.num_records, len(file.header)) for file in containers),
         )
     outputs += _plan_residents(index, _fully_streamed(index, streamed))
-    copies, left_out = _plan_copies(directory)
+    copies, left_out = plan_copies(directory)
     outputs += copies
-    source = [
-        *((path.name, stamp) for path, stamp in zip(index.files, index.stamps, strict=True)),
-        *((file.name, file.stamp) for file in copies),
-    ]
-    return PackPlan(
-        source=tuple(SourceFile(name, stamp.nbytes, stamp.mtime_ns) for name, stamp in source),
-        config_sha256=_hash_config(directory),
-        records=records,
-        outputs=tuple(outputs),
-        left_out=left_out,
-    )
+    return PackPlan(describe_source(directory, index, copies), records, tuple(outputs), left_out)
 
 
 def _plan_records(kind: str, index: TensorIndex, records: RecordSet, stride: int) -> list[RecordOutput]:
@@ -225,7 +171,7 @@ def _plan_records(kind: str, index: TensorIndex, records: RecordSet, stride: int
     for number, first in enumerate(range(0, records.num_records, step), start=1):
         count = min(step, records.num_records - first)
         entry = {"dtype": "U8", "shape": [count, stride], "data_offsets": [0, count * stride]}
-        header = _make_header({f"slotpy.{kind}.{number}": entry})
+        header = make_header({f"slotpy.{kind}.{number}": entry}, _WRITER)
         files.append(RecordOutput(f"{kind}-{number:05}.safetensors", header, index, records, stride, first, count))
     return files
 
@@ -258,7 +204,7 @@ def _resident_output(name: str, index: TensorIndex, tensors: list[tuple[str, Spa
             segments[-1] = (file, offset, nbytes + span.nbytes)
         else:
             segments.append((span.file, span.offset, span.nbytes))
-    return ResidentOutput(name, _make_header(entries), index, tuple(segments))
+    return ResidentOutput(name, make_header(entries, _WRITER), index, tuple(segments))
 
 
 def _fully_streamed(index: TensorIndex, record_sets: list[RecordSet]) -> set[str]:
@@ -272,36 +218,6 @@ def _fully_streamed(index: TensorIndex, record_sets: list[RecordSet]) -> set[str
         where = np.searchsorted(starts, (records.files.astype(np.int64) << 47) + records.bases, side="right") - 1
         np.add.at(covered, where, np.broadcast_to(pieces, where.shape))
     return {name for (_, _, nbytes, name), count in zip(tensors, covered.tolist(), strict=True) if count == nbytes}
-
-
-def _plan_copies(directory: Path) -> tuple[list[CopyOutput], tuple[str, ...]]:
-    """List the files to copy, and what stays behind: folders and large files of other formats."""
-    copies, left_out = [], []
-    try:
-        for entry in sorted(os.scandir(directory), key=lambda entry: entry.name):
-            if entry.name.startswith(".") or entry.name.endswith(".safetensors") or entry.name == INDEX_NAME:
-                continue
-            if entry.is_file() and entry.stat().st_size <= MAX_COPY_BYTES:
-                copies.append(CopyOutput(entry.name, directory / entry.name, FileStamp.of(entry.stat())))
-            else:
-                left_out.append(entry.name)
-    except OSError as error:
-        raise CheckpointError("cannot read", file=error.filename, found=error.strerror) from error
-    return copies, tuple(left_out)
-
-
-def _hash_config(directory: Path) -> str:
-    try:
-        return hashlib.sha256((directory / "config.json").read_bytes()).hexdigest()
-    except OSError as error:
-        raise CheckpointError("cannot read", file=directory / "config.json", found=error.strerror) from error
-
-
-def _make_header(entries: dict[str, dict[str, Any]]) -> bytes:
-    """Make a safetensors header, padded with spaces so that the data begins at a multiple of DATA_ALIGNMENT."""
-    text = json.dumps({"__metadata__": {"format": "slotpy-pack"}, **entries}, separators=(",", ":")).encode()
-    text += b" " * (-(8 + len(text)) % DATA_ALIGNMENT)
-    return len(text).to_bytes(8, "little") + text
 
 
 def _round_up(size: int, multiple: int) -> int:

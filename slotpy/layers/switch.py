@@ -69,7 +69,7 @@ class StreamedExperts:
         if fmt.kind in ("dense", "fp8_block"):
             window = weight[mx.array(slots)]
             if fmt.kind == "fp8_block":
-                window = _scale_blocks(window, arrays[f"{name}.scale_inv"][mx.array(slots)])
+                window = scale_blocks(window, arrays[f"{name}.scale_inv"][mx.array(slots)])
             window = window.astype(self.dtype).swapaxes(-1, -2)
             return mx.gather_mm(x, window, rhs_indices=mx.array(local.astype(np.uint32)))
         index = mx.array(slots[local].astype(np.uint32))
@@ -98,7 +98,7 @@ class StreamedExperts:
         )
 
 
-def _scale_blocks(codes: mx.array, scale_inv: mx.array) -> mx.array:
+def scale_blocks(codes: mx.array, scale_inv: mx.array) -> mx.array:
     """Decode E4M3 codes (n, out, in) with one scale for each 128 x 128 block; edge blocks may be partial."""
     rows, columns = codes.shape[1:]
     scale = mx.repeat(mx.repeat(scale_inv.astype(mx.float32), FP8_BLOCK, axis=1), FP8_BLOCK, axis=2)

@@ -13,6 +13,7 @@ import numpy as np
 
 from slotpy.checkpoint.qwen4_exp.config import Qwen4ExpConfig
 from slotpy.checkpoint.qwen4_exp.hashing import empty_history, ngram_ids
+from slotpy.checkpoint.qwen4_exp.norms import norm_offset
 from slotpy.layers.gated_delta import GatedDeltaNet, GatedDeltaShape, GatedDeltaState
 from slotpy.layers.hyper_connection import HyperConnection
 from slotpy.layers.ngram import NgramBlock, NgramState, PendingRows, StreamedRows
@@ -209,9 +210,7 @@ class _Builder:
 
     def __init__(self, config: Qwen4ExpConfig, weights: Weights) -> None:
         self.config, self.weights = config, weights
-        # Some conversions store zero-centred norms with the one already added. Weights scatter around 0 or around 1.
-        probe = weights.float32("hyper_connection_mixer.hc_norm")
-        self.norm_offset = 0.0 if (mx.mean(probe) > 0.5).item() else 1.0
+        self.norm_offset = norm_offset(weights.checkpoint)
 
     def norm_scale(self, name: str, groups: int = 1) -> mx.array:
         """Read a zero-centred norm weight as its complete float32 scale, (D,) or (groups, D)."""

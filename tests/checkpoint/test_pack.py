@@ -17,8 +17,7 @@ import numpy as np
 import pytest
 import safetensors
 
-from slotpy.checkpoint import pack as pack_module
-from slotpy.checkpoint import pack_plan
+from slotpy.checkpoint import pack_plan, writing
 from slotpy.checkpoint.checkpoint import Checkpoint, open_checkpoint
 from slotpy.checkpoint.formats import DENSE, FP8, FP8_BLOCKS, WeightFormat
 from slotpy.checkpoint.index import INDEX_NAME, TensorIndex
@@ -212,7 +211,7 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Make blocks, files and durable stretches so small that a tiny checkpoint has many of each."""
     monkeypatch.setattr(pack_plan, "BLOCK_BYTES", 3 * 16384)
     monkeypatch.setattr(pack_plan, "MAX_FILE_BYTES", 10 * 16384)
-    monkeypatch.setattr(pack_module, "_SYNC_BYTES", 40_000)
+    monkeypatch.setattr(writing, "_SYNC_BYTES", 40_000)
 
 
 # What is written
@@ -319,7 +318,7 @@ def test_manifest_names_every_file_with_size_and_hash(tmp_path: Path) -> None:
         assert (len(data), hashlib.sha256(data).hexdigest()) == (file.nbytes, file.sha256)
     assert load_pack(tmp_path / "out") == manifest
     assert verify_pack(tmp_path / "out") == manifest
-    sizes = {file.name: file.nbytes for file in manifest.source}
+    sizes = {file.name: file.nbytes for file in manifest.source.files}
     assert sizes["config.json"] == (tmp_path / "in" / "config.json").stat().st_size
     assert {path.name for path in (tmp_path / "in").glob("*.safetensors")} < sizes.keys()
 
@@ -362,14 +361,16 @@ def test_progress_counts_every_byte_once(tmp_path: Path, monkeypatch: pytest.Mon
 KILLER = """
 import json, os, random, shutil, signal, sys
 from pathlib import Path
-from slotpy.checkpoint import pack as module, pack_plan
+from slotpy.checkpoint import pack_plan, writing
+from slotpy.checkpoint.manifest import JOURNAL_NAME, MANIFEST_NAME
+from slotpy.checkpoint.pack import pack
 from tests.checkpoint.test_pack import digests, make_source, open_source
 
-pack_plan.BLOCK_BYTES, pack_plan.MAX_FILE_BYTES, module._SYNC_BYTES = 3 * 16384, 10 * 16384, 40_000
+pack_plan.BLOCK_BYTES, pack_plan.MAX_FILE_BYTES, writing._SYNC_BYTES = 3 * 16384, 10 * 16384, 40_000
 work, layout, rng = Path(sys.argv[1]), sys.argv[2], random.Random(sys.argv[3])
 out = work / "out"
 source = make_source(work / "in", layout)
-write_all = module._write_all
+write_all = writing._write_all
 steps = 0
 
 def counted(action, deadline):
@@ -391,17 +392,17 @@ def pack_in_child(deadline):
     if child:
         return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
     for owner, name in [
-        (module, "_write_all"), (module, "_sync"), (module, "_sync_directory"),
-        (Path, "rename"), (Path, "mkdir"), (module._Journal, "remove"), (os, "ftruncate"),
+        (writing, "_write_all"), (writing, "_sync"), (writing, "_sync_directory"),
+        (Path, "rename"), (Path, "mkdir"), (writing.Journal, "remove"), (os, "ftruncate"),
     ]:
         setattr(owner, name, counted(getattr(owner, name), deadline))
-    module.pack(open_source(work / "in", layout, source), out)
+    pack(open_source(work / "in", layout, source), out)
     (work / "steps").write_text(str(steps))
     os._exit(0)
 
 def lose_unsynced_bytes():
     # What a power cut may do to bytes that were written and not synced: their loss or damage.
-    journal = out / module.JOURNAL_NAME
+    journal = out / JOURNAL_NAME
     text = journal.read_bytes() if journal.exists() else b""
     lines = [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith(b"\\n")]
     durable = {line["name"]: line["nbytes"] for line in lines[1:]}
@@ -421,7 +422,7 @@ def pack_killed(deadlines):
         status = pack_in_child(deadline)
         assert status in (0, -signal.SIGKILL), status
         kills += status != 0
-        if out.exists() and not (out / module.MANIFEST_NAME).exists():
+        if out.exists() and not (out / MANIFEST_NAME).exists():
             lose_unsynced_bytes()
     assert pack_in_child(0) == 0
     print(json.dumps([kills, digests(out)]))
@@ -509,7 +510,7 @@ def test_journal_line_is_written_only_after_its_bytes_were_synced(
 ) -> None:
     small_blocks(monkeypatch)
     unsynced: set[int] = set()
-    write_all, sync, mark = pack_module._write_all, pack_module._sync, pack_module._Journal.mark
+    write_all, sync, mark = writing._write_all, writing._sync, writing.Journal.mark
 
     def note_write(descriptor: int, data: memoryview) -> None:
         unsynced.add(descriptor)
@@ -519,13 +520,13 @@ def test_journal_line_is_written_only_after_its_bytes_were_synced(
         sync(descriptor)
         unsynced.discard(descriptor)
 
-    def check_mark(journal: pack_module._Journal, name: str, nbytes: int, sha256: str) -> None:
+    def check_mark(journal: writing.Journal, name: str, nbytes: int, sha256: str) -> None:
         assert not unsynced
         mark(journal, name, nbytes, sha256)
 
-    monkeypatch.setattr(pack_module, "_write_all", note_write)
-    monkeypatch.setattr(pack_module, "_sync", note_sync)
-    monkeypatch.setattr(pack_module._Journal, "mark", check_mark)
+    monkeypatch.setattr(writing, "_write_all", note_write)
+    monkeypatch.setattr(writing, "_sync", note_sync)
+    monkeypatch.setattr(writing.Journal, "mark", check_mark)
     pack(make_checkpoint(tmp_path / "in"), tmp_path / "out")
     assert not unsynced
 
@@ -623,11 +624,11 @@ def test_pack_begun_in_another_form_is_refused(tmp_path: Path, monkeypatch: pyte
 
 
 def test_full_disk_is_refused_before_anything_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pack_module, "_free_bytes", lambda directory: 17 << 20)
+    monkeypatch.setattr(writing, "_free_bytes", lambda directory: 17 << 20)
     checkpoint, out = make_checkpoint(tmp_path / "in"), tmp_path / "deep" / "out"
     with monkeypatch.context() as patch:
         patch.setattr(pack_plan, "EXPERT_ALIGNMENT", 1 << 20)
-        with pytest.raises(CapacityError, match=r"Packing needs 28.* MiB of disk, 17 MiB available at .*deep/out"):
+        with pytest.raises(CapacityError, match=r"deep/out needs 28.* MiB of disk, 17 MiB available"):
             pack(checkpoint, out)
     assert not out.parent.exists()
     pack(checkpoint, out)
@@ -638,13 +639,13 @@ def test_free_disk_counts_what_an_earlier_call_wrote(tmp_path: Path, monkeypatch
     interrupt_at(monkeypatch, checkpoint, out, "rows-00001.safetensors")
     total = sum(output.nbytes for output in pack_plan.plan_pack(checkpoint).outputs)
     there = sum(path.stat().st_size for path in out.glob("*.safetensors"))
-    spare = pack_module._SPARE_BYTES
-    monkeypatch.setattr(pack_module, "_free_bytes", lambda directory: total - there + spare - 1)
+    spare = writing._SPARE_BYTES
+    monkeypatch.setattr(writing, "_free_bytes", lambda directory: total - there + spare - 1)
     with pytest.raises(CapacityError, match="Free 1 B"):
         pack(checkpoint, out)
-    monkeypatch.setattr(pack_module, "_free_bytes", lambda directory: total - there + spare)
+    monkeypatch.setattr(writing, "_free_bytes", lambda directory: total - there + spare)
     pack(checkpoint, out)
-    monkeypatch.setattr(pack_module, "_free_bytes", lambda directory: 0)
+    monkeypatch.setattr(writing, "_free_bytes", lambda directory: 0)
     pack(checkpoint, out)
 
 
@@ -667,7 +668,7 @@ def test_failing_write_says_what_to_do_and_can_go_on(
         os.write(descriptor, data)
 
     with monkeypatch.context() as patch:
-        patch.setattr(pack_module, "_write_all", fail)
+        patch.setattr(writing, "_write_all", fail)
         with pytest.raises(error, match=words) as caught:
             pack(checkpoint, out)
     assert type(caught.value) is error

@@ -7,10 +7,9 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner, Result
 
-from slotpy.checkpoint import pack as pack_module
+from slotpy.checkpoint import writing
 from slotpy.checkpoint.checkpoint import open_checkpoint
 from slotpy.checkpoint.manifest import verify_pack
-from slotpy.cli import pack as command_module
 from slotpy.cli.pack import pack_command
 from slotpy.errors import UsageError
 from tests.tiny import write_tiny
@@ -34,23 +33,9 @@ def test_pack_writes_a_checkpoint_that_opens_and_says_what_is_in_it(tmp_path: Pa
     assert "\r" not in result.stderr
 
 
-def test_progress_on_a_terminal_is_one_line_that_ends_complete(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(command_module, "_REDRAW_S", 0)
-    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
-    line = command_module._ProgressLine()
-    for done in (0, 1 << 30, 3 << 30):
-        line("rows-00001.safetensors", done, 3 << 30)
-    text = capsys.readouterr().err
-    assert text.count("\n") == 1 and text.endswith("\n")
-    assert "rows-00001.safetensors  1 GiB of 3 GiB  33 %" in text
-    assert "3 GiB of 3 GiB  100 %" in text.split("\r")[-1]
-
-
 def test_ctrl_c_leaves_a_pack_that_the_same_command_finishes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source, out = write_tiny(tmp_path / "in", "mlx"), tmp_path / "out"
-    write_all = pack_module._write_all
+    write_all = writing._write_all
     calls = 0
 
     def press_ctrl_c(descriptor: int, data: memoryview) -> None:
@@ -61,7 +46,7 @@ def test_ctrl_c_leaves_a_pack_that_the_same_command_finishes(tmp_path: Path, mon
         write_all(descriptor, data)
 
     with monkeypatch.context() as patch:
-        patch.setattr(pack_module, "_write_all", press_ctrl_c)
+        patch.setattr(writing, "_write_all", press_ctrl_c)
         result = slotpy_pack(source, out)
     assert result.exit_code == 130
     assert "Stopped. Run the same command again" in result.stderr

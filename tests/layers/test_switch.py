@@ -4,7 +4,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from slotpy.layers.switch import StreamedExperts, _scale_blocks
+from slotpy.layers.switch import StreamedExperts, scale_blocks
 from tests.golden_model import load_golden
 
 WIDTH, EXPERTS = 64, 8
@@ -57,7 +57,7 @@ def test_experts_compute_swiglu(make_experts):
 def test_block_scales_cover_partial_blocks():
     codes = mx.to_fp8(mx.ones((2, 130, 200)))
     scale = mx.arange(8, dtype=mx.float32).reshape(2, 2, 2)
-    found = np.array(_scale_blocks(codes, scale))
+    found = np.array(scale_blocks(codes, scale))
     for record in range(2):
         for row in (0, 127, 128, 129):
             for column in (0, 127, 128, 199):

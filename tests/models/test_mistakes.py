@@ -17,11 +17,12 @@ from types import ModuleType
 import pytest
 
 LAYERS, MODEL = "slotpy.layers", "slotpy.models.qwen4_exp"
-HASHING, LAYOUT = "slotpy.checkpoint.qwen4_exp.hashing", "slotpy.checkpoint.qwen4_exp.claims"
+CHECKPOINT = "slotpy.checkpoint.qwen4_exp"
+HASHING = f"{CHECKPOINT}.hashing"
 REBUILT = ("slotpy.layers.", "slotpy.models.", "slotpy.engine.loader", "slotpy.checkpoint.", "tests.golden_model")
 
 MISTAKES = [
-    ("norms scaled by w, not 1 + w", MODEL, "else 1.0", "else 0.0", "text"),
+    ("norms scaled by w, not 1 + w", f"{CHECKPOINT}.norms", "else 1.0", "else 0.0", "text"),
     (
         "hyper-connection norm over all streams",
         f"{LAYERS}.hyper_connection",
