@@ -8,7 +8,8 @@ otherwise). The last line of stdout is one JSON object.
 
 A trace is replayed token by token, its prompt too, from an empty table; warm misses are those from token 48 on.
 `qwen-switch` is the qwen trace, the same with its experts renamed (a new topic, as far as popularity goes), and the
-first again. `--tune` chooses the constants of the shipped policy on two traces and tests them on the third.
+first again. `demo` is the demo model answering questions, `random` a model with random weights reading random tokens:
+for contrast, never to judge a policy by. `--tune` chooses the constants of the shipped policy on two traces and tests them on the third.
 """
 
 import argparse
@@ -36,7 +37,8 @@ from slotpy.slots.table import SlotTable
 
 TRACES_DIR = Path(__file__).parent / "traces"
 RECORDED = ("qwen", "gemma", "gptoss")
-TRACES = (*RECORDED, "qwen-switch")
+DEFAULT = (*RECORDED, "qwen-switch")
+TRACES = (*DEFAULT, "demo", "random")
 SIZES = (0.023, 0.037, 0.0625, 0.10, 0.15, 0.20, 0.25, 0.35, 0.50)
 TUNE_SIZES = (0.0625, 0.10, 0.20)
 WARM_TOKEN = 48
@@ -199,7 +201,7 @@ def plan_cost_us() -> dict[str, float]:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--trace", nargs="+", choices=TRACES, default=TRACES)
+    parser.add_argument("--trace", nargs="+", choices=TRACES, default=DEFAULT)
     parser.add_argument("--sizes", nargs="+", type=float, default=SIZES, help="fractions of all experts")
     parser.add_argument("--tune", action="store_true", help="also choose constants on two traces, test on the third")
     parser.add_argument("--csv", type=Path, default=Path(__file__).parent / "results" / "slot_replay.csv")

@@ -3,8 +3,7 @@
 from pathlib import Path
 from types import TracebackType
 
-from slotpy import config
-from slotpy.demo import ensure_demo
+from slotpy.demo import demo_directory
 from slotpy.engine.chat import ChatTemplate, load_stop_ids
 from slotpy.engine.loader import EngineOptions, LoadedModel, load
 from slotpy.engine.session import Session
@@ -13,12 +12,12 @@ from slotpy.errors import UsageError
 
 
 def resolve_model(model: str | Path) -> Path:
-    """Find a model's directory: a path to one, or `demo`, which is written on first use."""
+    """Find a model's directory: a path to one, or `demo`."""
     path = Path(model).expanduser()
     if path.is_dir():
         return path
     if str(model) == "demo":
-        return ensure_demo(config.home())
+        return demo_directory()
     raise UsageError(f"There is no model {str(model)!r} here.", hint="Give a checkpoint directory, or `demo`.")
 
 

@@ -75,7 +75,7 @@ def test_raw_continues_the_text_and_leaves_tags_alone(monkeypatch, model):
 def test_only_a_raw_prompt_gets_what_the_tokenizer_puts_before_a_text(monkeypatch, model):
     engine = FakeEngine(["x", "x"])
     engine.tokenizer._backend.post_processor = tokenizers.processors.TemplateProcessing(
-        single="<|endoftext|> $A", special_tokens=[("<|endoftext|>", 3045)]
+        single="<|endoftext|> $A", special_tokens=[("<|endoftext|>", engine.tokenizer.token_id("<|endoftext|>"))]
     )
     invoke(monkeypatch, engine, model, "Once", "--raw")
     invoke(monkeypatch, engine, model, "Once")

@@ -275,7 +275,8 @@ def test_a_reply_is_decoded_split_and_stopped(tokenizer):
 def test_a_prompt_that_opened_the_block_starts_in_reasoning(tokenizer):
     deltas, stopped = read(tokenizer, "so</think>Yes", "…<|im_start|>assistant\n<think>\n")
     assert not stopped
-    assert deltas[0] == Delta("so", reasoning=True)
+    assert deltas[0].reasoning
+    assert joined(deltas, reasoning=True) == "so"
     assert joined(deltas, reasoning=False) == "Yes"
 
 

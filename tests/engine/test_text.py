@@ -99,10 +99,10 @@ def test_lone_surrogates_become_replacement_characters(tokenizer):
 
 
 def test_num_ids_counts_added_tokens(tokenizer):
-    assert tokenizer.num_ids == 3050
-    assert tokenizer.token_id("</think>") == 3049
+    assert tokenizer.num_ids == 4080
+    assert tokenizer.token_id("</think>") == 4077
     assert tokenizer.token_id("no such token") is None
-    assert tokenizer.token_bytes(3050) == b""
+    assert tokenizer.token_bytes(4080) == b""
 
 
 def test_roles_of_special_tokens_are_read(tokenizer):
@@ -152,27 +152,27 @@ def test_limits_of_the_training_run_do_not_cut_prompts(copy):
 
 
 def test_tokens_declared_only_in_the_config_are_added(copy):
-    extra = {"3050": {"content": "<tool>", "special": True}, "3045": {"content": "<|endoftext|>", "special": True}}
+    extra = {"4080": {"content": "<tool>", "special": True}, "4073": {"content": "<|endoftext|>", "special": True}}
     edit(copy / "tokenizer_config.json", lambda value: value.update(added_tokens_decoder=extra))
     tokenizer = Tokenizer.load(copy)
-    assert tokenizer.encode("<tool>") == [3050]
-    assert tokenizer.decode([3050]) == ""
-    assert tokenizer.num_ids == 3051
+    assert tokenizer.encode("<tool>") == [4080]
+    assert tokenizer.decode([4080]) == ""
+    assert tokenizer.num_ids == 4081
 
 
 def test_files_that_disagree_on_an_id_are_refused(copy):
     extra = {"7": {"content": "<|im_end|>", "special": True}}
     edit(copy / "tokenizer_config.json", lambda value: value.update(added_tokens_decoder=extra))
-    with pytest.raises(SlotpyError, match=r"3047.* 7\."):
+    with pytest.raises(SlotpyError, match=r"4075.* 7\."):
         Tokenizer.load(copy)
 
 
 def test_added_tokens_spelt_outside_the_byte_alphabet_stand_for_themselves(copy):
-    extra = {"3050": {"content": "\uff5cx▁y\uff5c", "special": False}}
+    extra = {"4080": {"content": "\uff5cx▁y\uff5c", "special": False}}
     edit(copy / "tokenizer_config.json", lambda value: value.update(added_tokens_decoder=extra))
     tokenizer = Tokenizer.load(copy)
-    assert streamed(tokenizer, [3050]) == ["\uff5cx▁y\uff5c", ""]
-    assert tokenizer.decode([3050]) == "\uff5cx▁y\uff5c"
+    assert streamed(tokenizer, [4080]) == ["\uff5cx▁y\uff5c", ""]
+    assert tokenizer.decode([4080]) == "\uff5cx▁y\uff5c"
 
 
 def test_read_json_of_an_absent_file_is_empty(tmp_path):
