@@ -18,7 +18,7 @@ $(VENV)/.installed: pyproject.toml native/pread_batch.c native/CMakeLists.txt
 install: $(VENV)/.installed  ## make .venv with slotpy, its native reader and the development tools
 
 demo: install  ## watch a model several times its cache answer
-	$(BIN)/slotpy run demo "What is a lighthouse?" --slots 64 --max-tokens 60 --seed 7
+	$(BIN)/slotpy run demo "What is a lighthouse?" --slots 64
 
 test: install  ## run the tests
 	$(BIN)/python -m pytest

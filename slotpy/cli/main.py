@@ -6,6 +6,7 @@ import click
 
 from slotpy import __version__
 from slotpy.cli.check import check
+from slotpy.cli.convert import convert_command
 from slotpy.cli.doctor import doctor
 from slotpy.cli.pack import pack_command
 from slotpy.cli.run import run
@@ -18,7 +19,7 @@ def cli() -> None:
     """Run mixture-of-experts models that are bigger than memory."""
 
 
-for command in (run, check, pack_command, doctor):
+for command in (run, check, pack_command, convert_command, doctor):
     cli.add_command(command)
 
 
