@@ -3,10 +3,10 @@
 Owns where it lies. `slotpy/data/demo/README.md` is its model card; tools/train_demo made it.
 """
 
-from importlib import resources
 from pathlib import Path
 
 
 def demo_directory() -> Path:
     """Give the demo's checkpoint directory, inside the installed package."""
-    return Path(str(resources.files("slotpy"))) / "data" / "demo"
+    # Beside this file, because an editable install gives the package several folders.
+    return Path(__file__).parent / "data" / "demo"
