@@ -27,7 +27,9 @@
 #define ABI 1 /* slotpy/native.py refuses a library with another number */
 #define SHORT_READ (-1) /* the file ended early; positive results are errno values */
 #define BLOCK 4096 /* pieces are cut where this divides the file offset, so neighbours share no page */
-#define PIECE_BYTES (1 << 20) /* a longer run of bytes is cut, so that idle workers can share it */
+/* A longer run of bytes is cut, so that idle workers can share it. A virtio disk takes 254 pages a request: 1 MiB would
+ * need a second one of two pages and reads big records 3-5 % slower. */
+#define PIECE_BYTES (960 << 10)
 #define MAX_SHARE 16 /* pieces that one worker claims at a time */
 #define STACK_BYTES (256 << 10) /* the default (8 MiB each) counts against an address-space limit */
 #ifndef IOV_MAX

@@ -19,9 +19,8 @@ import numpy as np
 
 from slotpy.errors import ReadError
 
-# A longer run of bytes is cut, so that idle threads can share it; the native library has the same number. 256 KiB to
-# 4 MiB made no difference on the disk of bench/LOG.md; smaller pieces only cost system calls when the cache is warm.
-PIECE_BYTES = 1 << 20
+# A longer run of bytes is cut, so that idle threads can share it. As in native/pread_batch.c, which says why 960 KiB.
+PIECE_BYTES = 960 << 10
 BLOCK_BYTES = 4096  # pieces are cut where this divides the file offset, so that neighbours share no page
 
 _REPLACED_HINT = "Start slotpy again to read the new file, or put the old one back."

@@ -9,7 +9,7 @@ import pytest
 from slotpy.native import NativeLibrary, load
 
 SOURCE = Path(__file__).parents[2] / "native" / "pread_batch.c"
-SLOW_NBYTES = 4099  # a read of this size takes SLOW_S first
+SLOW_NBYTES = 4099  # a read of this size takes SLOW_S first, of twice the size twice as long
 SLOW_S = 0.05
 
 # At most 1,000 bytes a call, into the first iovec only; every third call is interrupted.
@@ -21,7 +21,7 @@ FAULTY_SOURCE = f"""
 #include <unistd.h>
 static ssize_t faulty_pread(int fd, void *to, size_t nbytes, off_t offset) {{
     static atomic_int calls;
-    if (nbytes == {SLOW_NBYTES}) usleep({int(SLOW_S * 1e6)});
+    if (nbytes % {SLOW_NBYTES} == 0) usleep(nbytes / {SLOW_NBYTES} * {int(SLOW_S * 1e6)});
     if (++calls % 3 == 0) return errno = EINTR, -1;
     return pread(fd, to, nbytes < 1000 ? nbytes : 1000, offset);
 }}

@@ -13,7 +13,7 @@ import pytest
 import slotpy.store.open
 from slotpy.errors import ReadError
 from slotpy.native import NativeAbsentError
-from slotpy.store.base import Store
+from slotpy.store.base import PIECE_BYTES, Store
 from slotpy.store.open import open_store
 from slotpy.store.pread import PreadStore
 from slotpy.store.python import PythonStore
@@ -64,15 +64,15 @@ def make_store(kind: str, request: pytest.FixtureRequest) -> Iterator[MakeStore]
 
 @pytest.fixture
 def make_faulty_store(kind: str, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> MakeStore:
-    """Open a store over a preadv that gives at most 1,000 bytes a call and sleeps before SLOW_NBYTES."""
+    """Open a store over a preadv that gives at most 1,000 bytes a call and sleeps SLOW_S for SLOW_NBYTES."""
     if kind == "native":
         library = request.getfixturevalue("faulty_library")
         return lambda files: PreadStore(files, library=library, num_threads=4)
     preadv = os.preadv
 
     def faulty_preadv(fd: int, views: list[memoryview], offset: int) -> int:
-        if len(views[0]) == SLOW_NBYTES:
-            time.sleep(SLOW_S)
+        if len(views[0]) % SLOW_NBYTES == 0:
+            time.sleep(len(views[0]) // SLOW_NBYTES * SLOW_S)
         return preadv(fd, [views[0][:1000]], offset)
 
     monkeypatch.setattr(os, "preadv", faulty_preadv)
@@ -186,8 +186,15 @@ def test_reads_of_no_bytes_and_batches_of_no_rows_succeed(make_store: MakeStore,
 @pytest.mark.skipif(sys.platform != "linux", reason="counts system calls through /proc")
 @pytest.mark.parametrize(
     ("num_rows", "size", "gap", "calls"),
-    [(9, 1000, 0, 1), (9, 1000, 1, 9), (2500, 8, 0, 3), (1, 1 << 21, 0, 2), (2, 1 << 19, 0, 1), (3, 1 << 19, 0, 2)],
-    ids=["joined", "apart", "more than IOV_MAX", "cut at 1 MiB", "exactly 1 MiB", "joined, then cut"],
+    [
+        (9, 1000, 0, 1),
+        (9, 1000, 1, 9),
+        (2500, 8, 0, 3),
+        (1, 2 * PIECE_BYTES, 0, 2),
+        (2, PIECE_BYTES // 2, 0, 1),
+        (3, PIECE_BYTES // 2, 0, 2),
+    ],
+    ids=["joined", "apart", "more than IOV_MAX", "cut", "exactly a piece", "joined, then cut"],
 )
 def test_rows_that_continue_each_other_share_a_system_call(
     make_store: MakeStore, file: Path, num_rows: int, size: int, gap: int, calls: int
@@ -424,13 +431,14 @@ def test_failing_disk_names_file_offset_bytes_and_reason(make_store: MakeStore, 
     assert caught.value.hint
 
 
-def test_first_failing_row_is_reported_even_if_it_fails_last(make_faulty_store: MakeStore, file: Path) -> None:
+@pytest.mark.parametrize(("first", "second"), [(1, 2), (2, 1)], ids=["fails first", "fails last"])
+def test_first_failing_row_is_reported(make_faulty_store: MakeStore, file: Path, first: int, second: int) -> None:
     store = make_faulty_store([file, file])
     swap_descriptor(store, file, os.O_WRONLY)
-    found = bytearray(2 * SLOW_NBYTES)
-    bad = rows((1, 0, 0, 0, 10), (0, 50, 0, 10, SLOW_NBYTES), (0, 9000, 0, SLOW_NBYTES + 10, 10))
-    with pytest.raises(ReadError, match=f"wanted {SLOW_NBYTES} bytes at offset 50, got 0: Bad file descriptor"):
-        store.read(bad, views(found))
+    found = bytearray(4 * SLOW_NBYTES)
+    bad = [(0, 50, 0, 0, first * SLOW_NBYTES), (0, 90_000, 0, 2 * SLOW_NBYTES, second * SLOW_NBYTES)]
+    with pytest.raises(ReadError, match=f"{first * SLOW_NBYTES} bytes at offset 50, got 0: Bad file descriptor"):
+        store.read(rows((1, 0, 0, 0, 10), *bad), views(found))
     store.read(rows((1, 0, 0, 0, 10)), views(found))  # the store still works
     store.close()
 
