@@ -9,7 +9,8 @@ otherwise). The last line of stdout is one JSON object.
 A trace is replayed token by token, its prompt too, from an empty table; warm misses are those from token 48 on.
 `qwen-switch` is the qwen trace, the same with its experts renamed (a new topic, as far as popularity goes), and the
 first again. `demo` is the demo model answering questions, `random` a model with random weights reading random
-tokens: for contrast, never to judge a policy by. `--tune` chooses the constants of the shipped policy on two traces and tests them on the third.
+tokens: for contrast, never to judge a policy by. `--tune` chooses the constants of the shipped policy on two traces and
+tests them on the third.
 """
 
 import argparse
