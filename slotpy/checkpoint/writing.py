@@ -86,7 +86,7 @@ class Journal:
         lines = self._read_lines()
         if not lines:
             self._append(identity)
-            _sync_directory(self._path.parent)
+            sync_directory(self._path.parent)
             return
         if lines[0] != identity:
             refuse_other_source(self._path.parent, SourceState.from_json(lines[0]["source"]), source, self._command)
@@ -105,8 +105,8 @@ class Journal:
         self._path.unlink(missing_ok=True)
 
     def _append(self, line: dict[str, Any]) -> None:
-        _write_all(self._descriptor, json.dumps(line).encode() + b"\n")
-        _sync(self._descriptor)
+        write_all(self._descriptor, json.dumps(line).encode() + b"\n")
+        sync(self._descriptor)
 
     def _read_lines(self) -> list[dict[str, Any]]:
         """Read the whole lines, and cut off what an interruption left of the last one."""
@@ -157,11 +157,11 @@ def _write_output(path: Path, output: Output, journal: Journal, report: Callable
         synced = position
         header = memoryview(output.header)[position:]
         for block in itertools.chain([header], output.blocks(max(0, position - len(output.header)))):
-            _write_all(descriptor, block)
+            write_all(descriptor, block)
             hasher.update(block)
             position += len(block)
             if position - synced >= _SYNC_BYTES or position == output.nbytes > synced:
-                _sync(descriptor)
+                sync(descriptor)
                 journal.mark(output.name, position, hasher.hexdigest())
                 synced = position
             report(position)
@@ -186,13 +186,13 @@ def replace_durably(path: Path, data: bytes) -> None:
     temporary = path.with_name(f"{path.name}.tmp")
     descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o644)
     try:
-        _write_all(descriptor, data)
-        _sync(descriptor)
+        write_all(descriptor, data)
+        sync(descriptor)
     finally:
         os.close(descriptor)
-    _sync_directory(path.parent)
+    sync_directory(path.parent)
     temporary.rename(path)
-    _sync_directory(path.parent)
+    sync_directory(path.parent)
 
 
 def verify_files(directory: Path, files: Sequence[WrittenFile], progress: Progress, *, hint: str) -> None:
@@ -305,13 +305,13 @@ def _free_bytes(directory: Path) -> int:
     return shutil.disk_usage(directory).free
 
 
-def _write_all(descriptor: int, data: bytes | memoryview) -> None:
+def write_all(descriptor: int, data: bytes | memoryview) -> None:
     view = memoryview(data)
     while view:
         view = view[os.write(descriptor, view) :]
 
 
-def _sync(descriptor: int) -> None:
+def sync(descriptor: int) -> None:
     # On macOS fsync leaves the bytes in the drive's own cache; not every file system there can do better.
     full_sync: int | None = getattr(fcntl, "F_FULLFSYNC", None)
     if full_sync is not None:
@@ -321,7 +321,7 @@ def _sync(descriptor: int) -> None:
     os.fsync(descriptor)
 
 
-def _sync_directory(directory: Path) -> None:
+def sync_directory(directory: Path) -> None:
     descriptor = os.open(directory, os.O_RDONLY)
     try:
         os.fsync(descriptor)

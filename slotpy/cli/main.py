@@ -8,7 +8,10 @@ from slotpy import __version__
 from slotpy.cli.check import check
 from slotpy.cli.convert import convert_command
 from slotpy.cli.doctor import doctor
+from slotpy.cli.list import list_command
 from slotpy.cli.pack import pack_command
+from slotpy.cli.pull import pull_command
+from slotpy.cli.rm import rm_command
 from slotpy.cli.run import run
 from slotpy.errors import SlotpyError
 
@@ -19,7 +22,7 @@ def cli() -> None:
     """Run mixture-of-experts models that are bigger than memory."""
 
 
-for command in (run, check, pack_command, convert_command, doctor):
+for command in (run, pull_command, list_command, rm_command, check, pack_command, convert_command, doctor):
     cli.add_command(command)
 
 

@@ -370,7 +370,7 @@ pack_plan.BLOCK_BYTES, pack_plan.MAX_FILE_BYTES, writing._SYNC_BYTES = 3 * 16384
 work, layout, rng = Path(sys.argv[1]), sys.argv[2], random.Random(sys.argv[3])
 out = work / "out"
 source = make_source(work / "in", layout)
-write_all = writing._write_all
+write_all = writing.write_all
 steps = 0
 
 def counted(action, deadline):
@@ -392,7 +392,7 @@ def pack_in_child(deadline):
     if child:
         return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
     for owner, name in [
-        (writing, "_write_all"), (writing, "_sync"), (writing, "_sync_directory"),
+        (writing, "write_all"), (writing, "sync"), (writing, "sync_directory"),
         (Path, "rename"), (Path, "mkdir"), (writing.Journal, "remove"), (os, "ftruncate"),
     ]:
         setattr(owner, name, counted(getattr(owner, name), deadline))
@@ -510,7 +510,7 @@ def test_journal_line_is_written_only_after_its_bytes_were_synced(
 ) -> None:
     small_blocks(monkeypatch)
     unsynced: set[int] = set()
-    write_all, sync, mark = writing._write_all, writing._sync, writing.Journal.mark
+    write_all, sync, mark = writing.write_all, writing.sync, writing.Journal.mark
 
     def note_write(descriptor: int, data: memoryview) -> None:
         unsynced.add(descriptor)
@@ -524,8 +524,8 @@ def test_journal_line_is_written_only_after_its_bytes_were_synced(
         assert not unsynced
         mark(journal, name, nbytes, sha256)
 
-    monkeypatch.setattr(writing, "_write_all", note_write)
-    monkeypatch.setattr(writing, "_sync", note_sync)
+    monkeypatch.setattr(writing, "write_all", note_write)
+    monkeypatch.setattr(writing, "sync", note_sync)
     monkeypatch.setattr(writing.Journal, "mark", check_mark)
     pack(make_checkpoint(tmp_path / "in"), tmp_path / "out")
     assert not unsynced
@@ -668,7 +668,7 @@ def test_failing_write_says_what_to_do_and_can_go_on(
         os.write(descriptor, data)
 
     with monkeypatch.context() as patch:
-        patch.setattr(writing, "_write_all", fail)
+        patch.setattr(writing, "write_all", fail)
         with pytest.raises(error, match=words) as caught:
             pack(checkpoint, out)
     assert type(caught.value) is error

@@ -56,7 +56,7 @@ def test_ctrl_c_leaves_a_conversion_that_the_same_command_finishes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source, out = small(tmp_path / "in", "fp8"), tmp_path / "out"
-    write_all = writing._write_all
+    write_all = writing.write_all
     calls = 0
 
     def press_ctrl_c(descriptor: int, data: memoryview) -> None:
@@ -67,7 +67,7 @@ def test_ctrl_c_leaves_a_conversion_that_the_same_command_finishes(
         write_all(descriptor, data)
 
     with monkeypatch.context() as patch:
-        patch.setattr(writing, "_write_all", press_ctrl_c)
+        patch.setattr(writing, "write_all", press_ctrl_c)
         result = slotpy_convert(source, out)
     assert result.exit_code == 130
     assert "Stopped. Run the same command again" in result.stderr

@@ -35,7 +35,7 @@ def test_pack_writes_a_checkpoint_that_opens_and_says_what_is_in_it(tmp_path: Pa
 
 def test_ctrl_c_leaves_a_pack_that_the_same_command_finishes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source, out = write_tiny(tmp_path / "in", "mlx"), tmp_path / "out"
-    write_all = writing._write_all
+    write_all = writing.write_all
     calls = 0
 
     def press_ctrl_c(descriptor: int, data: memoryview) -> None:
@@ -46,7 +46,7 @@ def test_ctrl_c_leaves_a_pack_that_the_same_command_finishes(tmp_path: Path, mon
         write_all(descriptor, data)
 
     with monkeypatch.context() as patch:
-        patch.setattr(writing, "_write_all", press_ctrl_c)
+        patch.setattr(writing, "write_all", press_ctrl_c)
         result = slotpy_pack(source, out)
     assert result.exit_code == 130
     assert "Stopped. Run the same command again" in result.stderr

@@ -33,7 +33,7 @@ SMALL = {"num_layers": 4, "num_experts": 4, "shards": 4, "vision": False}
 @pytest.fixture(autouse=True)
 def without_waiting_for_the_disk(monkeypatch: pytest.MonkeyPatch) -> None:
     """That bytes are synced before the journal says so is tested with `slotpy pack`, which writes the same way."""
-    monkeypatch.setattr(writing, "_sync", lambda descriptor: None)
+    monkeypatch.setattr(writing, "sync", lambda descriptor: None)
 
 
 def in_float(dtype: str) -> Callable[[Path], Path]:
@@ -351,7 +351,7 @@ def test_resuming_begins_inside_a_weight(tmp_path: Path, monkeypatch: pytest.Mon
             sizes.append(len(data))
         os.write(descriptor, data)
 
-    monkeypatch.setattr(writing, "_write_all", note_size)
+    monkeypatch.setattr(writing, "write_all", note_size)
     run(source, out)
     assert sum(sizes) == sum(file.nbytes for file in whole.files) - durable
     assert without_journal(out) == without_journal(tmp_path / "whole")
