@@ -7,11 +7,14 @@ from pathlib import Path
 PREFILL_CHUNK_TOKENS = 512
 """Tokens of one prefill pass. Bounds the workspace; each pass reads the experts it routes to."""
 
+PREFILL_PRODUCT = 1 << 23
+"""Bound on pass tokens x context tokens, so on attention's memory: passes of 512 up to 16,384 tokens, then shorter."""
+
 ROW_CACHE_BYTES = 64 << 20
 """Slot memory for n-gram rows. Row ids are hashes, so only repeated n-grams hit: a small cache does as well."""
 
 CONTEXT_TOKENS = 32_768
-"""Context planned for when none is asked for, unless the model's own limit is lower."""
+"""Context planned for when none is asked for, unless the model's own limit is lower or memory is left for more."""
 
 READ_THREADS = 16
 """Reader threads. The knee lies at 4 to 16 readers on the drives measured by us and by others."""
@@ -22,11 +25,38 @@ CPU_FLOAT32_LIMIT_BYTES = 1 << 30
 ALLOCATOR_CACHE_BYTES = 512 << 20
 """How much freed memory MLX may keep. Unbounded, its cache grows past any plan."""
 
+PULL_CHUNK_BYTES = 32 << 20
+"""Bytes of one request, and the unit in which a damaged file is repaired. 104 GB are 3,100 requests."""
+
+PULL_CONNECTIONS = (1, 16)
+"""Connections of a pull: at first, and at most if every step up makes it faster. One fills a fast line best."""
+
+PULL_LEAD_BYTES = 512 << 20
+"""How far a file's received bytes may run ahead of its hash, which reads them back from the page cache."""
+
+PULL_STALL_S = 30.0
+"""A connection that brings nothing for this long is given up; one that drips is, after as long."""
+
+PULL_PATIENCE_S = (60.0, 1800.0)
+"""How long a pull tries without getting a byte: before the first one (a wrong name or proxy), and later (an outage)."""
+
+PULL_SYNC_S = 2.0
+"""How often received bytes are made durable and journalled: what a power cut or SIGKILL may cost."""
+
+PULL_SPARE_BYTES = 1 << 30
+"""Disk space that a pull leaves free."""
+
 
 def home() -> Path:
     """Give the directory for slotpy's own files: `$SLOTPY_HOME`, else `~/.slotpy`."""
     configured = os.environ.get("SLOTPY_HOME")
     return Path(configured).expanduser() if configured else Path.home() / ".slotpy"
+
+
+def models_dir() -> Path:
+    """Give the directory that pulled models live in: `$SLOTPY_MODELS`, else `models` under the slotpy home."""
+    configured = os.environ.get("SLOTPY_MODELS")
+    return Path(configured).expanduser() if configured else home() / "models"
 
 
 def prepare_mlx_environment() -> None:

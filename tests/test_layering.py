@@ -10,22 +10,31 @@ from pathlib import Path
 import pytest
 
 PACKAGE = Path(__file__).parent.parent / "slotpy"
+FOUNDATION = [
+    "errors", "units", "config", "machines", "budget", "published", "speed", "cgroup", "hardware", "pressure",
+    "governor", "lock", "native",
+]  # fmt: skip
 LAYERS = [
-    ("foundation", ["errors", "units", "config", "hardware", "budget", "native", ""]),
+    ("foundation", [*FOUNDATION, ""]),
     ("checkpoint", ["checkpoint"]),
+    ("hub", ["hub"]),
     ("store", ["store"]),
     ("slots", ["slots"]),
     ("layers", ["layers"]),
     ("models", ["models"]),
-    ("engine", ["engine", "demo", "doctor"]),
+    ("engine", ["engine", "demo", "disk_speed", "sizing", "doctor"]),
     ("cli", ["cli"]),
 ]
 DOORS = {
     "click": ["cli"],
+    "huggingface_hub": ["hub.listing"],
+    "httpcore2": ["hub.fetch"],
+    "httpx2": ["hub.listing", "hub.fetch"],
     "ctypes": ["native", "store"],
     "jinja2": ["engine"],
-    "mlx": ["slots.backings", "slots.cache", "layers", "models", "engine", "doctor"],
+    "mlx": ["slots.backings", "slots.cache", "slots.resizing", "layers", "models", "engine", "doctor"],
     "psutil": ["hardware"],
+    "rich": ["cli"],
     "safetensors": ["engine.check", "demo"],
     "tokenizers": ["engine.text"],
 }

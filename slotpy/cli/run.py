@@ -13,6 +13,8 @@ from typing import IO, Any
 
 import click
 
+from slotpy import config
+from slotpy.budget import gib_to_bytes
 from slotpy.engine.chat import Delta, ReplyReader
 from slotpy.engine.engine import Engine, resolve_model
 from slotpy.engine.loader import EngineOptions
@@ -20,6 +22,7 @@ from slotpy.engine.sampler import SamplingParams, fresh_seed
 from slotpy.engine.session import GenerationStats
 from slotpy.engine.text import read_json
 from slotpy.errors import SlotpyError, UsageError
+from slotpy.lock import ModelLock
 from slotpy.units import format_bytes, format_rate
 
 with contextlib.suppress(ImportError):  # gives `input` line editing and history; not every Python is built with it
@@ -68,6 +71,9 @@ class Settings:
 @click.option("--repeat-last-n", type=int, help="Tokens the penalties look back on; 0: none, -1: all.")
 @click.option("--slots", type=click.IntRange(min=1), help="Experts kept in memory; default: what fits.")
 @click.option("--cache-gb", type=click.FloatRange(min=0, min_open=True), help="The same, as GiB of memory.")
+@click.option("--memory-gb", type=float, help="Size the whole process, in GiB; never resized.")
+@click.option("--memory-limit-gb", type=float, help="Let it move with what is free, up to this many GiB.")
+@click.option("--context", type=click.IntRange(min=1), help="Tokens to have room for; default: by memory.")
 @click.option("--direct-io", is_flag=True, help="Read past the operating system's page cache.")
 @click.option("--stats-json", type=click.File("w", lazy=False), help="Write each reply's measurements, a line each.")
 def run(
@@ -80,6 +86,9 @@ def run(
     stops: tuple[str, ...],
     slots: int | None,
     cache_gb: float | None,
+    memory_gb: float | None,
+    memory_limit_gb: float | None,
+    context: int | None,
     direct_io: bool,
     stats_json: IO[str] | None,
     **sampling: Any,
@@ -103,9 +112,15 @@ def run(
         interactive = prompt is None and sys.stdin.isatty()
         if prompt is None and not interactive:
             prompt = _read_piped_prompt()
-        cache_bytes = None if cache_gb is None else int(cache_gb * (1 << 30))
-        options = EngineOptions(slots=slots, cache_bytes=cache_bytes, direct_io=direct_io)
-        with Engine.open(directory, options) as engine:
+        options = EngineOptions(
+            slots=slots,
+            cache_bytes=_bytes(cache_gb, "--cache-gb"),
+            memory_bytes=_bytes(memory_gb, "--memory-gb"),
+            memory_limit_bytes=_bytes(memory_limit_gb, "--memory-limit-gb"),
+            direct_io=direct_io,
+            context_tokens=context,
+        )
+        with ModelLock.acquire(config.home(), model), Engine.open(directory, options) as engine:
             for note in engine.notes:
                 click.echo(f"note: {note}", err=True)
             conversation = Conversation(engine, settings, model, stats_json)
@@ -296,6 +311,10 @@ def _interrupts(cancel: Callable[[], None]) -> Iterator[list[int]]:
         yield received
     finally:
         signal.signal(signal.SIGINT, previous)
+
+
+def _bytes(gib: float | None, knob: str) -> int | None:
+    return None if gib is None else gib_to_bytes(gib, knob)
 
 
 def _read_piped_prompt() -> str:

@@ -2,13 +2,13 @@
 
 import dataclasses
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import mlx.core as mx
 import numpy as np
 
-from slotpy import config, hardware
+from slotpy import budget, config, hardware
 from slotpy.engine.loader import LoadedModel
 from slotpy.engine.sampler import Sampler, SamplingParams
 from slotpy.errors import CapacityError, UsageError
@@ -40,8 +40,15 @@ class GenerationStats:
 class Session:
     """Generate text from a growing list of tokens. One thread; one generation at a time."""
 
-    def __init__(self, loaded: LoadedModel, num_valid_ids: int) -> None:
-        """`num_valid_ids` is the tokenizer's size: ids beyond it are padding rows and are never sampled."""
+    def __init__(
+        self, loaded: LoadedModel, num_valid_ids: int, check: Callable[[bool], object] = lambda between_requests: None
+    ) -> None:
+        """`num_valid_ids` is the tokenizer's size: ids beyond it are padding rows and are never sampled.
+
+        `check` may resize the cache. It is called with True before a generation and with False before each decode step,
+        when no slot is leased: `Governor.check`.
+        """
+        self._check_memory = check
         self._loaded, self._model, self._num_valid_ids = loaded, loaded.model, num_valid_ids
         self._cancelled = False
         self.stats = GenerationStats()
@@ -67,6 +74,7 @@ class Session:
         max_tokens = room if max_tokens is None else min(max_tokens, room)
         self._cancelled = False
         self.stats = GenerationStats()
+        self._check_memory(True)
         meter = _Meter(self._loaded)
         try:
             yield from self._generate(list(tokens), Sampler(params, self._num_valid_ids), max_tokens, stop_ids)
@@ -94,6 +102,7 @@ class Session:
             if self._cancelled:
                 return
             if i + 1 < max_tokens:
+                self._check_memory(False)
                 logits = self.step([token])
         stats.finish_reason = "length"
 
@@ -107,13 +116,14 @@ class Session:
             self._reset()
             done = 0
         logits = None
-        size = config.PREFILL_CHUNK_TOKENS
-        for start in range(done, len(tokens), size):
+        while done < len(tokens):
             if self._cancelled:
                 return None
-            chunk = tokens[start : start + size]
-            logits = self.step(chunk, upcoming=tokens[start + size : start + 2 * size])
+            end = done + budget.pass_tokens(done, config.PREFILL_CHUNK_TOKENS, config.PREFILL_PRODUCT)
+            chunk = tokens[done:end]
+            logits = self.step(chunk, upcoming=tokens[end : end + len(chunk)])
             self.stats.prefill_tokens += len(chunk)
+            done = end
         return logits
 
     def step(self, tokens: Sequence[int], *, upcoming: Sequence[int] = ()) -> np.ndarray:

@@ -1,7 +1,5 @@
 """`slotpy check` on the golden model: what passes, what fails, and with which exit code."""
 
-import json
-
 import numpy as np
 import pytest
 from click.testing import CliRunner
@@ -9,7 +7,6 @@ from safetensors.numpy import save_file
 
 from slotpy.cli import check as check_module
 from slotpy.cli.check import check
-from slotpy.cli.doctor import doctor
 from slotpy.errors import CheckpointError, UsageError
 from tests.golden_model import GOLDEN, REF
 
@@ -95,13 +92,3 @@ def test_default_sizes_begin_below_one_layers_experts():
     result = invoke(check, "cache-sizes", GOLDEN, "--tokens", 1)
     assert result.stdout.split()[0] == "1"
     assert result.exit_code == 0
-
-
-def test_doctor_tells_which_reader_is_used(monkeypatch):
-    found = {c["name"]: c for c in json.loads(invoke(doctor, "--json").stdout)}
-    assert found["native reader"]["status"] == "ok"
-    monkeypatch.setattr("slotpy.native.find", lambda: None)
-    result = invoke(doctor)
-    assert result.exit_code == 0
-    assert "absent: records are read by Python threads" in result.stdout
-    assert "make native" in result.stdout
