@@ -18,10 +18,10 @@ from pathlib import Path
 
 import numpy as np
 
-from slotpy import hardware
 from slotpy.engine.loader import EngineOptions, load
 from slotpy.engine.sampler import SamplingParams
 from slotpy.engine.session import Session
+from slotpy.machine import hardware
 from slotpy.units import format_bytes
 
 

@@ -25,13 +25,13 @@ from pathlib import Path
 import numpy as np
 from memory_limit import enter_cgroup
 
-from slotpy import hardware
 from slotpy.budget import gib_to_bytes
 from slotpy.engine.loader import EngineOptions, LoadedModel, load
 from slotpy.engine.sampler import SamplingParams
 from slotpy.engine.session import Session
 from slotpy.governor import Governor
-from slotpy.pressure import probe
+from slotpy.machine import hardware
+from slotpy.machine.pressure import probe
 from slotpy.units import format_bytes
 
 GREEDY = SamplingParams(temperature=0)

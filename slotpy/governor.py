@@ -15,7 +15,7 @@ from typing import Protocol
 
 from slotpy.budget import Plan
 from slotpy.errors import CapacityError
-from slotpy.pressure import Pressure
+from slotpy.machine.pressure import Pressure
 from slotpy.units import format_bytes
 
 POLL_S = 15.0

@@ -5,12 +5,13 @@ import logging
 
 import pytest
 
-from slotpy import budget, published
+from slotpy import budget
 from slotpy.budget import Request, plan
+from slotpy.doctor import published
 from slotpy.errors import CapacityError
 from slotpy.governor import Governor
-from slotpy.machines import GIB, NAMED
-from slotpy.pressure import Pressure
+from slotpy.machine.machines import GIB, NAMED
+from slotpy.machine.pressure import Pressure
 
 FLASH = published.find("qwen3.8-flash-next").sizes
 GB = 1_000_000_000

@@ -11,8 +11,7 @@ import pytest
 
 PACKAGE = Path(__file__).parent.parent / "slotpy"
 FOUNDATION = [
-    "errors", "units", "config", "machines", "budget", "published", "speed", "cgroup", "hardware", "pressure",
-    "governor", "lock", "native",
+    "errors", "units", "config", "machine", "budget", "governor", "lock", "native",
 ]  # fmt: skip
 LAYERS = [
     ("foundation", [*FOUNDATION, ""]),
@@ -22,7 +21,7 @@ LAYERS = [
     ("slots", ["slots"]),
     ("layers", ["layers"]),
     ("models", ["models"]),
-    ("engine", ["engine", "demo", "disk_speed", "sizing", "doctor"]),
+    ("engine", ["engine", "demo", "doctor"]),
     ("cli", ["cli"]),
 ]
 DOORS = {
@@ -32,8 +31,8 @@ DOORS = {
     "httpx2": ["hub.listing", "hub.fetch"],
     "ctypes": ["native", "store"],
     "jinja2": ["engine"],
-    "mlx": ["slots.backings", "slots.cache", "slots.resizing", "layers", "models", "engine", "doctor"],
-    "psutil": ["hardware"],
+    "mlx": ["slots.backings", "slots.cache", "slots.resizing", "layers", "models", "engine", "doctor.checks"],
+    "psutil": ["machine.hardware"],
     "rich": ["cli"],
     "safetensors": ["engine.check", "demo"],
     "tokenizers": ["engine.text"],

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from slotpy.budget.types import Limit, Placement, Plan, Request, Sizes
-from slotpy.machines import GIB, Machine
+from slotpy.machine.machines import GIB, Machine
 from slotpy.units import format_bytes
 
 RUNTIME_BYTES = 320 << 20

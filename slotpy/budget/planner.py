@@ -7,7 +7,7 @@ from slotpy import config
 from slotpy.budget.limits import CUDA_RUNTIME_BYTES, KNEE_PERCENT, RUNTIME_BYTES, hard_limits, place, soft_limits
 from slotpy.budget.types import Ledger, Limit, Plan, Request, Sizes, ceil_gib, refuse_nonsense
 from slotpy.errors import CapacityError
-from slotpy.machines import GIB, Machine
+from slotpy.machine.machines import GIB, Machine
 from slotpy.units import format_bytes
 
 

@@ -4,7 +4,7 @@ import math
 from dataclasses import asdict, dataclass, fields, replace
 
 from slotpy.errors import UsageError
-from slotpy.machines import GIB, Machine
+from slotpy.machine.machines import GIB, Machine
 
 _SANE_BYTES = 1 << 60
 

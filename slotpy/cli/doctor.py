@@ -1,4 +1,4 @@
-"""`slotpy doctor`: print what `slotpy.doctor` finds and what `slotpy.sizing` makes of it.
+"""`slotpy doctor`: print what `slotpy.doctor` finds and what `slotpy.doctor.sizing` makes of it.
 
 Rich tables on a terminal, plain text when piped, everything as JSON.
 """
@@ -14,13 +14,13 @@ from rich.markup import escape
 from rich.table import Table
 
 from slotpy.budget import Plan, Request, gib_to_bytes
-from slotpy.doctor import Check, measure_disk, run_checks
+from slotpy.doctor.checks import Check, measure_disk, run_checks
+from slotpy.doctor.published import PUBLISHED
+from slotpy.doctor.sizing import Verdict, find_subject, judge, simulate
+from slotpy.doctor.speed import Estimate
 from slotpy.engine import device
 from slotpy.errors import UsageError
-from slotpy.machines import NAMED
-from slotpy.published import PUBLISHED
-from slotpy.sizing import Verdict, find_subject, judge, simulate
-from slotpy.speed import Estimate
+from slotpy.machine.machines import NAMED
 from slotpy.units import format_bytes
 
 MARKS = {"ok": "[green]ok[/]", "warn": "[yellow]warn[/]", "fail": "[red]FAIL[/]"}

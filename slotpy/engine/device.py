@@ -2,9 +2,9 @@
 
 import mlx.core as mx
 
-from slotpy import hardware
 from slotpy.budget import Plan, wired_limit_bytes
-from slotpy.machines import Backend, Machine
+from slotpy.machine import hardware
+from slotpy.machine.machines import Backend, Machine
 
 
 def backend() -> Backend:

@@ -13,7 +13,7 @@ from slotpy.errors import UsageError
 from slotpy.governor import Governor
 from slotpy.hub.library import check_verified
 from slotpy.hub.names import parse_name
-from slotpy.pressure import probe
+from slotpy.machine.pressure import probe
 
 
 def resolve_model(model: str | Path) -> Path:

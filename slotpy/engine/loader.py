@@ -13,7 +13,7 @@ from slotpy.engine.sizes import resident_bytes as resident_bytes
 from slotpy.errors import CapacityError
 from slotpy.layers.ngram import StreamedRows
 from slotpy.layers.switch import StreamedExperts
-from slotpy.machines import Machine
+from slotpy.machine.machines import Machine
 from slotpy.models.qwen4_exp import Qwen4Exp
 from slotpy.models.weights import Weights
 from slotpy.slots.cache import SlotCache

@@ -8,10 +8,11 @@ from dataclasses import dataclass
 import mlx.core as mx
 import numpy as np
 
-from slotpy import budget, config, hardware
+from slotpy import budget, config
 from slotpy.engine.loader import LoadedModel
 from slotpy.engine.sampler import Sampler, SamplingParams
 from slotpy.errors import CapacityError, UsageError
+from slotpy.machine import hardware
 
 
 @dataclass

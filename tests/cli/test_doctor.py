@@ -6,17 +6,17 @@ import json
 import pytest
 from click.testing import CliRunner
 
-from slotpy import doctor as doctor_module
-from slotpy import hardware
 from slotpy.cli.doctor import doctor
-from slotpy.disk_speed import DiskSpeed
-from slotpy.doctor import Check, run_checks
+from slotpy.doctor import checks as doctor_module
+from slotpy.doctor.checks import Check, run_checks
+from slotpy.doctor.disk_speed import DiskSpeed
+from slotpy.doctor.sizing import find_subject
 from slotpy.engine import device
 from slotpy.errors import UsageError
 from slotpy.lock import ModelLock
-from slotpy.machines import GIB, NAMED
-from slotpy.pressure import Pressure
-from slotpy.sizing import find_subject
+from slotpy.machine import hardware
+from slotpy.machine.machines import GIB, NAMED
+from slotpy.machine.pressure import Pressure
 from tests.golden_model import GOLDEN
 
 SPEED = DiskSpeed(5_500_000_000, 1 << 28, 2_764_800, 16, True, "a scratch file")

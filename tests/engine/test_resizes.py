@@ -5,6 +5,7 @@ import dataclasses
 import pytest
 
 from slotpy import budget, config
+from slotpy.doctor.sizing import find_subject, judge
 from slotpy.engine import device
 from slotpy.engine.engine import Engine
 from slotpy.engine.loader import EngineOptions, load
@@ -12,9 +13,8 @@ from slotpy.engine.sampler import SamplingParams
 from slotpy.engine.session import Session
 from slotpy.errors import CapacityError
 from slotpy.governor import Governor
-from slotpy.machines import Machine
-from slotpy.pressure import Pressure
-from slotpy.sizing import find_subject, judge
+from slotpy.machine.machines import Machine
+from slotpy.machine.pressure import Pressure
 from tests.golden_model import GOLDEN, TOKENS, load_golden
 
 GREEDY = SamplingParams(temperature=0)

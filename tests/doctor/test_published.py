@@ -6,10 +6,11 @@ import numpy as np
 import pytest
 
 from bench import synthetic
-from slotpy import config, published
+from slotpy import config
 from slotpy.checkpoint.formats import WeightFormat
 from slotpy.checkpoint.qwen4_exp.config import parse_config
 from slotpy.checkpoint.qwen4_exp.hashing import hash_constants
+from slotpy.doctor import published
 from slotpy.engine import sizes
 
 MODEL = published.find("qwen3.8-flash-next:4bit")

@@ -5,11 +5,12 @@ from pathlib import Path
 
 import pytest
 
-from slotpy import budget, published
+from slotpy import budget
+from slotpy.doctor import published
 from slotpy.errors import CapacityError
-from slotpy.machines import GIB, NAMED, Machine
+from slotpy.machine.machines import GIB, NAMED, Machine
 
-DOCS = Path(__file__).parent.parent / "docs"
+DOCS = Path(__file__).parents[2] / "docs"
 FLASH = published.find("qwen3.8-flash-next").sizes
 GB = 10**9
 

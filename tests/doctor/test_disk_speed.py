@@ -2,10 +2,11 @@
 
 import pytest
 
-from slotpy import disk_speed, hardware
 from slotpy.checkpoint.checkpoint import open_checkpoint
-from slotpy.disk_speed import measure_directory, measure_model
+from slotpy.doctor import disk_speed
+from slotpy.doctor.disk_speed import measure_directory, measure_model
 from slotpy.errors import ReadError
+from slotpy.machine import hardware
 from tests.golden_model import GOLDEN
 
 

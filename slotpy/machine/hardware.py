@@ -16,8 +16,8 @@ from pathlib import Path
 
 import psutil
 
-from slotpy import cgroup
-from slotpy.machines import GIB, Backend, Machine
+from slotpy.machine import cgroup
+from slotpy.machine.machines import GIB, Backend, Machine
 
 # GPUs that share the machine's memory. MLX does not tell; drop this when its device_info() has an `integrated` entry.
 _SHARED_MEMORY_GPUS = ("GB10", "Orin", "Thor", "Tegra")

@@ -8,15 +8,16 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from slotpy import budget, config, published, speed
+from slotpy import budget, config
 from slotpy.budget import Plan, Request, Sizes
 from slotpy.checkpoint.checkpoint import Checkpoint, open_checkpoint
 from slotpy.demo import demo_directory
+from slotpy.doctor import published, speed
 from slotpy.engine import sizes
 from slotpy.errors import CapacityError, UsageError
 from slotpy.hub.library import list_models
 from slotpy.hub.names import parse_name
-from slotpy.machines import GIB, Machine
+from slotpy.machine.machines import GIB, Machine
 
 TIERS_GIB = (8, 10, 12, 14, 16, 20, 24, 32, 40, 48, 64, 80, 96)
 PROMPT_TOKENS = (128, 1024, 4096, 16_384, 32_768, 131_072)

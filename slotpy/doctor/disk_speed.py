@@ -13,9 +13,10 @@ from pathlib import Path
 
 import numpy as np
 
-from slotpy import config, hardware
+from slotpy import config
 from slotpy.checkpoint.records import RecordSet
 from slotpy.errors import ReadError
+from slotpy.machine import hardware
 from slotpy.store.base import Store
 from slotpy.store.open import open_store
 

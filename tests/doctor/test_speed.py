@@ -6,11 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from slotpy import budget, config, published, speed
+from slotpy import budget, config
 from slotpy.budget import Request
-from slotpy.machines import GIB, NAMED
+from slotpy.doctor import published, speed
+from slotpy.machine.machines import GIB, NAMED
 
-RESULTS = Path(__file__).parent.parent / "bench" / "results"
+RESULTS = Path(__file__).parents[2] / "bench" / "results"
 FLASH = published.find("qwen3.8-flash-next").sizes
 TOKEN_BYTES = 48 * 10 * FLASH.record_bytes
 

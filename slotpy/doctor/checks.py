@@ -13,12 +13,13 @@ from pathlib import Path
 
 import mlx.core as mx
 
-from slotpy import config, hardware, lock, native, pressure
-from slotpy.disk_speed import DiskSpeed, measure_directory, measure_model
+from slotpy import config, lock, native
+from slotpy.doctor.disk_speed import DiskSpeed, measure_directory, measure_model
+from slotpy.doctor.sizing import Subject
 from slotpy.errors import ReadError, SlotpyError
 from slotpy.hub.library import check_verified
-from slotpy.machines import Machine
-from slotpy.sizing import Subject
+from slotpy.machine import hardware, pressure
+from slotpy.machine.machines import Machine
 from slotpy.units import format_bytes, format_rate
 
 PORT = 11434

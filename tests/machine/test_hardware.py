@@ -9,8 +9,8 @@ import psutil
 import pytest
 from test_cgroup import v1, v1_group
 
-from slotpy import hardware
-from slotpy.machines import GIB
+from slotpy.machine import hardware
+from slotpy.machine.machines import GIB
 
 # mx.device_info() on an M5 Pro of 48 GB: sizes as published with a peer's measurements.
 M5_PRO = {

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from slotpy import cgroup
+from slotpy.machine import cgroup
 
 GIB = 1 << 30
 V1_MOUNT = "35 31 0:32 {inside} /sys/fs/cgroup/memory rw,relatime - cgroup cgroup rw,memory\n"

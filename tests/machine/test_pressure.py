@@ -3,9 +3,9 @@
 import pytest
 from test_cgroup import v1, v1_group, v2, v2_group, write
 
-from slotpy import hardware
-from slotpy.machines import GIB
-from slotpy.pressure import DarwinProbe, LinuxProbe, Pressure, read_stalls
+from slotpy.machine import hardware
+from slotpy.machine.machines import GIB
+from slotpy.machine.pressure import DarwinProbe, LinuxProbe, Pressure, read_stalls
 
 STALLS = "some avg10={some} avg60=5.86 avg300=2.50 total=10161906\nfull avg10={full} avg60=1.68 avg300=0.96 total=469\n"
 
