@@ -146,6 +146,13 @@ MISTAKES = [
     ),
     ("n-grams across an end of text", HASHING, "hidden |= before == config.eos_token_id", "pass", "text"),
     (
+        "n-gram shards in the order of their names",
+        f"{CHECKPOINT}.layout",
+        '{shard}" for shard in range(num_shards)]',
+        '{shard}" for shard in sorted(range(num_shards), key=str)]',
+        "text",
+    ),
+    (
         "n-gram history starts as token 0",
         HASHING,
         "config.ngram_size - 1, config.eos_token_id, np.int64",
