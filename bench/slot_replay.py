@@ -127,6 +127,9 @@ def warm_misses_per_token(trace: Trace, misses: Sequence[int]) -> float:
 def compare(trace: Trace, sizes: Sequence[float]) -> list[dict[str, object]]:
     """Replay one trace at every size through every policy, print the two tables, and give a row for each run."""
     slots = [int(size * trace.num_keys) for size in sizes]
+    least = max(len(keys) for _, _, keys in trace.steps)
+    if min(slots) < least:
+        raise SystemExit(f"{trace.name}: a layer asks for {least} experts at once, and {min(slots)} slots are fewer.")
     runs = {"Belady (ceiling)": [policies.belady_misses(trace, num_slots) for num_slots in slots]}
     for name, make in POLICIES.items():
         runs[name] = [replay(trace, make(trace, num_slots)) for num_slots in slots]
