@@ -23,11 +23,11 @@ class StreamedExperts:
     def __init__(self, cache: SlotCache, weight_format: WeightFormat, dtype: mx.Dtype) -> None:
         """`dtype` is the dtype of the experts' arithmetic: the model's, or float32 on the CPU backend."""
         self.cache, self.format, self.dtype = cache, weight_format, dtype
-        window = cache.num_slots
+        # Formats with a gathering kernel need no window: their waves are as large as the cache is at the time.
+        self.window_experts = cache.records.num_records
         if weight_format.kind in ("dense", "fp8_block"):
             elements = sum(int(np.prod(r.shape)) for r in cache.records.roles if r.name.endswith(".weight"))
-            window = max(1, DENSE_WINDOW_BYTES // (elements * dtype.size))
-        self.window_experts = window
+            self.window_experts = max(1, DENSE_WINDOW_BYTES // (elements * dtype.size))
 
     def __call__(self, x: mx.array, keys: np.ndarray) -> mx.array:
         """Apply to each row of x (T, D) its experts, by record keys (T, K): returns (T, K, D) in x's dtype.

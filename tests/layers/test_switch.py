@@ -4,8 +4,11 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
+from slotpy.engine.loader import EngineOptions, load
 from slotpy.layers.switch import StreamedExperts, scale_blocks
+from slotpy.slots.resizing import resize_within
 from tests.golden_model import load_golden
+from tests.tiny import write_tiny
 
 WIDTH, EXPERTS = 64, 8
 
@@ -39,6 +42,19 @@ def test_a_pair_has_the_same_bits_alone_in_a_crowd_and_in_waves(make_experts):
     assert together[:4].tobytes() == alone.tobytes()
     for slots in (1, 3, 7):
         assert outputs(make_experts(slots), x, keys).tobytes() == together.tobytes()
+
+
+def test_waves_grow_with_the_cache(tmp_path):
+    """After a resize a wave is as large as the cache then is, not as it was at load."""
+    loaded = load(write_tiny(tmp_path, "mlx"), EngineOptions(slots=2, context_tokens=64))
+    experts = StreamedExperts(loaded.experts, loaded.checkpoint.expert_format, mx.float32)
+    resize_within(loaded.experts, 8, 1 << 20)
+    asked = []
+    acquire = loaded.experts.acquire
+    loaded.experts.acquire = lambda keys: asked.append(len(keys)) or acquire(keys)
+    outputs(experts, np.ones((1, 128), dtype=np.float32), np.array([[0, 3, 5, 6]]))
+    loaded.close()
+    assert asked == [4]
 
 
 def test_experts_compute_swiglu(make_experts):
