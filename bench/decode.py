@@ -18,8 +18,9 @@ from pathlib import Path
 import mlx.core as mx
 import numpy as np
 
-from slotpy.engine.loader import EngineOptions, LoadedModel, load, resident_bytes
+from slotpy.engine.loader import EngineOptions, LoadedModel, load
 from slotpy.engine.session import Session
+from slotpy.engine.sizes import resident_bytes
 
 RESULTS = Path(__file__).parent / "results" / "decode.csv"
 WARM_UP_TOKENS = 8

@@ -9,7 +9,6 @@ import mlx.core as mx
 from slotpy import budget, config
 from slotpy.checkpoint.checkpoint import Checkpoint, open_checkpoint
 from slotpy.engine import device, sizes
-from slotpy.engine.sizes import resident_bytes as resident_bytes
 from slotpy.errors import CapacityError
 from slotpy.layers.ngram import StreamedRows
 from slotpy.layers.switch import StreamedExperts

@@ -65,7 +65,7 @@ class SlotCache:
 
         Waits for prefetches first. Raises CapacityError when more keys are asked for than slots are free of leases.
         """
-        self._settle()
+        self.settle()
         plan = self.table.plan(keys)
         try:
             ticket = self._submit(keys[plan.miss], plan.slots[plan.miss]) if plan.miss.any() else None
@@ -84,10 +84,21 @@ class SlotCache:
 
         For records that are certain to be asked for soon: the next `begin` waits for them.
         """
-        self._settle()
+        self.settle()
         plan = self.table.plan_prefetch(keys)
         if len(plan.keys):
             self._prefetches.append((plan, self._submit(plan.keys, plan.slots)))
+
+    def settle(self) -> None:
+        """Wait for all prefetches. One that failed is forgotten: asking for its records raises."""
+        for plan, ticket in self._prefetches:
+            try:
+                ticket.wait()
+            except ReadError:
+                self.table.abort(plan)
+            else:
+                self._commit(plan)
+        self._prefetches.clear()
 
     def retire(self) -> None:
         """End all leases. Call it after a sync on something that depends on every graph built from their slots."""
@@ -100,7 +111,7 @@ class SlotCache:
 
         Waits for what is still being read, and maps none of it but prefetches.
         """
-        self._settle()
+        self.settle()
         for lease in self._leases:
             if lease.ticket is None:
                 self.table.release(lease.plan)
@@ -109,14 +120,6 @@ class SlotCache:
                 lease.ticket.wait()
             self.table.abort(lease.plan)
         self._leases.clear()
-
-    def resize(self, num_slots: int) -> None:
-        """Change the number of slots: growing keeps all records, shrinking keeps the hottest. No lease may be out."""
-        self._settle()
-        moved = self.table.resize(min(num_slots, self.records.num_records))
-        backing = UnifiedBacking(self.records.roles, self.num_slots)
-        backing.copy_from(self.backing, *moved)
-        self.backing = backing
 
     def _submit(self, keys: np.ndarray, slots: np.ndarray) -> Ticket:
         files, offsets = self.records.locate(keys)
@@ -127,17 +130,6 @@ class SlotCache:
         reads[..., 3] = slots[:, None] * self._role_nbytes
         reads[..., 4] = self._role_nbytes
         return self.store.submit(reads.reshape(-1, 5), self.backing.buffers)
-
-    def _settle(self) -> None:
-        """Wait for all prefetches. One that failed is forgotten: asking for its records raises."""
-        for plan, ticket in self._prefetches:
-            try:
-                ticket.wait()
-            except ReadError:
-                self.table.abort(plan)
-            else:
-                self._commit(plan)
-        self._prefetches.clear()
 
     def _commit(self, plan: Plan) -> None:
         self.table.commit(plan)

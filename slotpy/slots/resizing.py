@@ -1,9 +1,8 @@
 """Change the size of a slot cache without ever holding it twice.
 
-`SlotCache.resize` makes all new arrays beside the old ones: twice the cache, just when memory is short. Here each
-role's array is dropped before its successor is made, and only as many records are carried over as fit a given
-allowance, the hottest first. The rest is read again when wanted. Serves the slots layer, on the thread that uses the
-cache.
+New arrays beside the old ones would take twice the cache, just when memory is short. Instead each role's array is
+dropped before its successor is made, and only as many records are carried over as fit a given allowance, the hottest
+first. The rest is read again when wanted. Serves the slots layer, on the thread that uses the cache.
 """
 
 import mlx.core as mx
@@ -14,11 +13,12 @@ from slotpy.slots.cache import SlotCache
 
 
 def resize_within(cache: SlotCache, num_slots: int, spare_bytes: int) -> int:
-    """Resize, and give how many records were kept. No lease may be out and no graph unevaluated.
+    """Resize, and give how many records were kept: the hottest. No graph may be unevaluated.
 
-    The cache takes at most the larger of its old and new size plus `spare_bytes` at any moment.
+    The cache takes at most the larger of its old and new size plus `spare_bytes` at any moment. Raises RuntimeError
+    while a lease is out.
     """
-    cache.abandon()  # there are no leases: this waits for prefetches
+    cache.settle()
     num_slots = min(num_slots, cache.records.num_records)
     resident = len(cache.table.residents()[0])
     kept = min(resident, num_slots, _affordable(cache, num_slots, spare_bytes))

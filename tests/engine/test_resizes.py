@@ -15,6 +15,7 @@ from slotpy.errors import CapacityError
 from slotpy.governor import Governor
 from slotpy.machine.machines import Machine
 from slotpy.machine.pressure import Pressure
+from slotpy.slots.resizing import resize_within
 from tests.golden_model import GOLDEN, TOKENS, load_golden
 
 GREEDY = SamplingParams(temperature=0)
@@ -67,15 +68,13 @@ def test_resizing_between_tokens_and_between_turns_changes_no_byte(loaded):
 
 def test_the_plan_follows_the_size_and_the_copies_fit_the_workspace(loaded, monkeypatch):
     allowed = []
-    real = loaded.resize
 
-    def resize_within(cache, num_slots, spare_bytes):
+    def watched(cache, num_slots, spare_bytes):
         allowed.append(spare_bytes)
-        cache.resize(num_slots)
-        return num_slots
+        return resize_within(cache, num_slots, spare_bytes)
 
-    monkeypatch.setattr("slotpy.engine.loader.resize_within", resize_within)
-    real(17)
+    monkeypatch.setattr("slotpy.engine.loader.resize_within", watched)
+    loaded.resize(17)
     assert (loaded.plan.num_slots, loaded.experts.num_slots) == (17, 17)
     assert loaded.plan.ledger.slots_bytes == 17 * loaded.experts.records.record_nbytes
     assert allowed == [loaded.plan.ledger.workspace_bytes]

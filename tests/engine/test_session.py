@@ -11,6 +11,7 @@ from slotpy.engine.loader import EngineOptions, load
 from slotpy.engine.sampler import SamplingParams
 from slotpy.engine.session import Session
 from slotpy.errors import CapacityError, ReadError, UsageError
+from slotpy.slots.resizing import resize_within
 from tests.golden_model import GOLDEN, REF, TOKENS, load_golden
 
 GREEDY = SamplingParams(temperature=0)
@@ -117,8 +118,8 @@ def test_prefill_in_passes_gives_the_same_reply(session, loaded, monkeypatch):
 
 def test_rows_of_the_next_pass_are_read_while_this_one_computes(loaded, monkeypatch):
     monkeypatch.setattr("slotpy.engine.session.config.PREFILL_CHUNK_TOKENS", 7)
-    loaded.rows.resize(1)
-    loaded.rows.resize(loaded.rows.records.num_records)
+    resize_within(loaded.rows, 1, 1 << 24)
+    resize_within(loaded.rows, loaded.rows.records.num_records, 1 << 24)
     before = dataclasses.replace(loaded.rows.table.counters)
     Session(loaded, num_valid_ids=256).prefill(PROMPT)
     counters = loaded.rows.table.counters
@@ -165,7 +166,7 @@ def test_resizing_between_tokens_changes_no_byte_of_the_reply(loaded):
     sizes = [40, 3, 11, 1, 30, 7, 40, 2, 5, 9, 40, 40]
     for size, token in zip(sizes, session.generate(PROMPT, GREEDY, 12, frozenset()), strict=True):
         taken.append(token)
-        loaded.experts.resize(size)
+        resize_within(loaded.experts, size, 1 << 24)
     assert taken == plain
 
 

@@ -9,10 +9,12 @@ import pytest
 from slotpy.checkpoint.records import RecordSet, Role
 from slotpy.errors import CapacityError, ReadError
 from slotpy.slots.cache import SlotCache
+from slotpy.slots.resizing import resize_within
 from slotpy.store.open import open_store
 
 LAYERS, PER_LAYER = 3, 8
 RECORDS = LAYERS * PER_LAYER
+SPARE_BYTES = 1 << 20  # enough to carry every record over
 ROLES = (Role("gate.weight", "U32", (4, 6)), Role("gate.scales", "BF16", (4, 3)), Role("gate.scale_2", "F32", ()))
 
 
@@ -163,7 +165,7 @@ def test_growing_keeps_every_record(make_cache, content):
     cache, keys = make_cache(3), np.array([0, 1, 2])
     cache.acquire(keys)
     cache.retire()
-    cache.resize(9)
+    resize_within(cache, 9, SPARE_BYTES)
     before = cache.bytes_read
     assert_holds(cache, content, keys, cache.acquire(keys))
     assert (cache.num_slots, cache.bytes_read) == (9, before)
@@ -175,7 +177,7 @@ def test_shrinking_keeps_the_most_used_records(make_cache, content):
         for one in (key, 16):  # a lower layer after a higher one begins the next token
             cache.acquire(np.array([one]))
             cache.retire()
-    cache.resize(3)
+    resize_within(cache, 3, SPARE_BYTES)
     assert sorted(cache.table.residents()[0].tolist()) == [0, 1, 16]
     assert_holds(cache, content, [0, 1], cache.acquire(np.array([0, 1])))
 
@@ -184,4 +186,4 @@ def test_resize_is_refused_while_a_lease_is_out(make_cache):
     cache = make_cache(3)
     cache.acquire(np.array([0]))
     with pytest.raises(RuntimeError):
-        cache.resize(5)
+        resize_within(cache, 5, SPARE_BYTES)

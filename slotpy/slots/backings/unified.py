@@ -6,7 +6,6 @@ One MLX array per role, because a single Metal buffer has a size limit. Reads la
 from typing import Any
 
 import mlx.core as mx
-import numpy as np
 
 from slotpy.checkpoint.records import Role
 
@@ -28,12 +27,6 @@ class UnifiedBacking:
         self.arrays = {r.name: mx.zeros((num_slots, *r.shape), dtype=MLX_DTYPES[r.dtype]) for r in roles}
         mx.eval(list(self.arrays.values()))
         self.buffers = [_bytes_of(self.arrays[r.name]) for r in roles]
-
-    def copy_from(self, other: "UnifiedBacking", source: np.ndarray, target: np.ndarray) -> None:
-        """Copy records from slots `source` of another backing into slots `target` of this one, role by role."""
-        for role, theirs, ours in zip(self.roles, other.buffers, self.buffers, strict=True):
-            rows = [np.frombuffer(b, dtype=np.uint8).reshape(-1, role.nbytes) for b in (theirs, ours)]
-            rows[1][target] = rows[0][source]
 
 
 def _bytes_of(array: mx.array) -> memoryview:
