@@ -62,8 +62,8 @@ def main() -> None:
     for number in range(args.prompts):
         session = Session(loaded, num_valid_ids=vocab)
         prompt = rng.integers(0, vocab, rng.integers(5, 41)).tolist()
-        reply = list(session.generate(prompt, SamplingParams(seed=number), args.tokens, frozenset()))
-        num_tokens += len(prompt) + len(reply)
+        reply = session.generate(prompt, SamplingParams(seed=number), args.tokens, frozenset())
+        num_tokens += len(prompt) + sum(1 for _ in reply)
     elapsed, peak = time.perf_counter() - started, hardware.peak_memory_bytes()
     counters = loaded.experts.table.counters
     loaded.close()

@@ -51,7 +51,7 @@ def group_file(group: Path, v1: str, v2: str) -> Path:
 def talk(loaded: LoadedModel, session: Session, seed: int, prompt_tokens: int, tokens: int) -> list[int]:
     vocab = loaded.model.config.vocab_size
     prompt = np.random.default_rng(seed).integers(0, vocab, prompt_tokens).tolist()
-    return list(session.generate(prompt, GREEDY, tokens, frozenset()))
+    return [token for token, _ in session.generate(prompt, GREEDY, tokens, frozenset())]
 
 
 def run_budget(model: Path, budget_bytes: int, prompt_tokens: int, tokens: int, results: multiprocessing.Queue) -> None:

@@ -82,7 +82,7 @@ def main() -> None:
                     assert engine.chat is not None
                     prompt = engine.tokenizer.encode(engine.chat.render([{"role": "user", "content": question}]))
                     reply = engine.new_session().generate(prompt, SamplingParams(temperature=0), 80, engine.stop_ids)
-                    print(question, "->", engine.tokenizer.decode(list(reply)))
+                    print(question, "->", engine.tokenizer.decode(token for token, _ in reply))
     text = io.StringIO()
     text.write(f"# route_trace v1\n# model={args.model.name} n_layer={config.num_hidden_layers} ")
     text.write(f"n_expert={config.num_experts} n_expert_used={config.num_experts_per_tok}\n")

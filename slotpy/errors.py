@@ -63,3 +63,11 @@ class ReadError(SlotpyError):
 
 class CapacityError(SlotpyError):
     """Report a request that does not fit the slots, the memory or the disk there is for it."""
+
+
+class PromptTooLongError(CapacityError):
+    """Report a prompt that leaves no room for a reply in the context."""
+
+
+class BusyError(SlotpyError):
+    """Report that a request cannot be taken now, and could be later: the queue is full, or the process is ending."""

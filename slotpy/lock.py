@@ -14,7 +14,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO
 
-from slotpy.errors import SlotpyError
+from slotpy.errors import BusyError, SlotpyError
 
 LOCK_NAME = "model.lock"
 
@@ -42,7 +42,7 @@ class ModelLock:
 
     @classmethod
     def acquire(cls, directory: Path, model: str) -> "ModelLock":
-        """Take the lock in `directory`, or raise SlotpyError naming who holds it or why it cannot be had."""
+        """Take the lock in `directory`, or raise BusyError naming who holds it, SlotpyError where it cannot be had."""
         try:
             directory.mkdir(parents=True, exist_ok=True)
             file = (directory / LOCK_NAME).open("a+", encoding="utf-8")
@@ -57,7 +57,7 @@ class ModelLock:
             holder = _read(file)
             file.close()
             end = f"kill {holder.pid}" if holder else f"fuser {directory / LOCK_NAME}"
-            raise SlotpyError(
+            raise BusyError(
                 f"A model is already loaded by {holder or 'another slotpy'}: two would not fit the memory.",
                 hint=f"End it first (`{end}`).",
             ) from error

@@ -5,6 +5,7 @@
 A part stands between `<!-- help: COMMAND -->` and `<!-- end -->`. `tests/test_docs.py` fails while one is out of date.
 """
 
+import copy
 import re
 from pathlib import Path
 
@@ -19,11 +20,13 @@ PART = re.compile(r"(<!-- help: (?P<command>[a-z -]*?) -->\n).*?(<!-- end -->)",
 def help_text(command: str) -> str:
     """Render `slotpy COMMAND --help` at a fixed width."""
     found: click.Command = cli
-    context = click.Context(cli, info_name="slotpy", terminal_width=110, max_content_width=110)
+    context = click.Context(cli, info_name="slotpy", terminal_width=110, max_content_width=110, **cli.context_settings)
     for name in command.split():
         assert isinstance(found, click.Group)
         found = found.commands[name]
         context = click.Context(found, parent=context, info_name=name, terminal_width=110, max_content_width=110)
+    found = copy.copy(found)
+    found._help_option = None  # click keeps it as the first caller in this process had it
     return found.get_help(context)
 
 

@@ -1,6 +1,6 @@
 """`slotpy run`: one reply, or a conversation, streamed to the terminal.
 
-Owns what is read from and written to the terminal. The engine generates, engine/chat.py tells text from tags.
+Owns what is read from and written to the terminal. The engine generates, engine/reply.py tells text from tags.
 """
 
 import contextlib
@@ -14,10 +14,11 @@ from typing import IO, Any
 import click
 
 from slotpy import config
-from slotpy.budget import gib_to_bytes
-from slotpy.engine.chat import Delta, ReplyReader
+from slotpy.cli.sizing_options import sizing_options
 from slotpy.engine.engine import Engine, resolve_model
+from slotpy.engine.generation import TextDelta, ToolCall
 from slotpy.engine.loader import EngineOptions
+from slotpy.engine.reply import ReplyReader
 from slotpy.engine.sampler import SamplingParams, fresh_seed
 from slotpy.engine.session import GenerationStats
 from slotpy.engine.text import read_json
@@ -69,12 +70,7 @@ class Settings:
 @click.option("--frequency-penalty", type=float, help="Subtract this per occurrence; 0: off.")
 @click.option("--repeat-penalty", type=float, help="Divide tokens that occurred by this; 1: off.")
 @click.option("--repeat-last-n", type=int, help="Tokens the penalties look back on; 0: none, -1: all.")
-@click.option("--slots", type=click.IntRange(min=1), help="Experts kept in memory; default: what fits.")
-@click.option("--cache-gb", type=click.FloatRange(min=0, min_open=True), help="The same, as GiB of memory.")
-@click.option("--memory-gb", type=float, help="Size the whole process, in GiB; never resized.")
-@click.option("--memory-limit-gb", type=float, help="Let it move with what is free, up to this many GiB.")
-@click.option("--context", type=click.IntRange(min=1), help="Tokens to have room for; default: by memory.")
-@click.option("--direct-io", is_flag=True, help="Read past the operating system's page cache.")
+@sizing_options
 @click.option("--stats-json", type=click.File("w", lazy=False), help="Write each reply's measurements, a line each.")
 def run(
     model: str,
@@ -84,13 +80,8 @@ def run(
     think: bool | None,
     max_tokens: int | None,
     stops: tuple[str, ...],
-    slots: int | None,
-    cache_gb: float | None,
-    memory_gb: float | None,
-    memory_limit_gb: float | None,
-    context: int | None,
-    direct_io: bool,
     stats_json: IO[str] | None,
+    engine_options: EngineOptions,
     **sampling: Any,
 ) -> None:
     """Answer PROMPT with MODEL: a checkpoint directory, or `demo`.
@@ -98,8 +89,6 @@ def run(
     Without PROMPT it is read from standard input: all of a pipe, or message by message from a terminal. The answer goes
     to standard output; reasoning too on a terminal, else to standard error, where the measurements go.
     """
-    if slots is not None and cache_gb is not None:
-        raise UsageError("--slots and --cache-gb both size the cache.", hint="Give one of them.")
     if raw and (system is not None or think is not None):
         raise UsageError("--raw uses no chat template, so --system and --think mean nothing.", hint="Leave out --raw.")
     try:
@@ -112,15 +101,7 @@ def run(
         interactive = prompt is None and sys.stdin.isatty()
         if prompt is None and not interactive:
             prompt = _read_piped_prompt()
-        options = EngineOptions(
-            slots=slots,
-            cache_bytes=_bytes(cache_gb, "--cache-gb"),
-            memory_bytes=_bytes(memory_gb, "--memory-gb"),
-            memory_limit_bytes=_bytes(memory_limit_gb, "--memory-limit-gb"),
-            direct_io=direct_io,
-            context_tokens=context,
-        )
-        with ModelLock.acquire(config.home(), model), Engine.open(directory, options) as engine:
+        with ModelLock.acquire(config.home(), model), Engine.open(directory, engine_options) as engine:
             for note in engine.notes:
                 click.echo(f"note: {note}", err=True)
             conversation = Conversation(engine, settings, model, stats_json)
@@ -169,6 +150,7 @@ class Conversation:
             screen = Screen()
             with _interrupts(self._session.cancel) as interrupts:
                 for delta in self._deltas(tokens, params, reader):
+                    assert isinstance(delta, TextDelta)  # the reader was given no tools
                     screen.show(delta)
             screen.end()
         except (SlotpyError, KeyboardInterrupt):
@@ -182,10 +164,10 @@ class Conversation:
     def _render(self, render: Callable[..., str]) -> str:
         return render(self._messages, enable_thinking=self._settings.think)
 
-    def _deltas(self, tokens: list[int], params: SamplingParams, reader: ReplyReader) -> Iterator[Delta]:
-        ids = self._session.generate(tokens, params, self._settings.max_tokens, self._engine.stop_ids)
-        for token_id in ids:
-            yield from reader.push(token_id)
+    def _deltas(self, tokens: list[int], params: SamplingParams, reader: ReplyReader) -> Iterator[TextDelta | ToolCall]:
+        settings, engine = self._settings, self._engine
+        for sampled in self._session.generate(tokens, params, settings.max_tokens, engine.stop_ids):
+            yield from reader.push(sampled)
             if reader.stopped:
                 self._session.cancel()  # ends the iteration
         yield from reader.flush()
@@ -211,7 +193,7 @@ class Screen:
         self._reasoning, self._answer = "", ""
         self._aside = not sys.stdout.isatty()
 
-    def show(self, delta: Delta) -> None:
+    def show(self, delta: TextDelta) -> None:
         """Write a piece at once."""
         if delta.reasoning:
             self._reasoning += delta.text
@@ -311,10 +293,6 @@ def _interrupts(cancel: Callable[[], None]) -> Iterator[list[int]]:
         yield received
     finally:
         signal.signal(signal.SIGINT, previous)
-
-
-def _bytes(gib: float | None, knob: str) -> int | None:
-    return None if gib is None else gib_to_bytes(gib, knob)
 
 
 def _read_piped_prompt() -> str:

@@ -9,9 +9,10 @@ import mlx.core as mx
 import numpy as np
 
 from slotpy import budget, config
+from slotpy.engine.grammar import Constraint
 from slotpy.engine.loader import LoadedModel
-from slotpy.engine.sampler import Sampler, SamplingParams
-from slotpy.errors import CapacityError, UsageError
+from slotpy.engine.sampler import Logprobs, Sampled, Sampler, SamplingParams
+from slotpy.errors import PromptTooLongError, UsageError
 from slotpy.machine import hardware
 
 
@@ -64,27 +65,44 @@ class Session:
         self._cancelled = True
 
     def generate(
-        self, tokens: Sequence[int], params: SamplingParams, max_tokens: int | None, stop_ids: frozenset[int]
-    ) -> Iterator[int]:
-        """Prefill what `tokens` adds to this session, then yield sampled ids until a stop id or a limit.
+        self,
+        tokens: Sequence[int],
+        params: SamplingParams,
+        max_tokens: int | None,
+        stop_ids: frozenset[int],
+        *,
+        constraint: Constraint | None = None,
+        top_logprobs: int | None = None,
+    ) -> Iterator[Sampled]:
+        """Prefill what `tokens` adds to this session, then yield sampled tokens until a stop id or a limit.
 
         The stop id is not yielded. Tokens that do not extend the session start it anew. Closing the iterator ends the
-        generation. Raises UsageError for no tokens or ids out of range, CapacityError for a prompt beyond the context.
+        generation. `constraint` is for this reply alone; whoever iterates may start it between two tokens.
+        `top_logprobs` None gives no log-probabilities, a number those of the token and of so many likeliest ones.
+
+        A `cancel` counts from this call on, also before the first token is asked for. Raises: UsageError for no tokens
+        or ids out of range, PromptTooLongError for one beyond the context.
         """
-        room = self._check(tokens)
-        max_tokens = room if max_tokens is None else min(max_tokens, room)
         self._cancelled = False
         self.stats = GenerationStats()
+        room = self._check(tokens, room_for=1)
+        max_tokens = room if max_tokens is None else min(max_tokens, room)
+        choose = _Chooser(Sampler(params, self._num_valid_ids), constraint, top_logprobs)
+        return self._metered(list(tokens), choose, max_tokens, stop_ids)
+
+    def _metered(
+        self, tokens: list[int], choose: "_Chooser", max_tokens: int, stop_ids: frozenset[int]
+    ) -> Iterator[Sampled]:
         self._check_memory(True)
         meter = _Meter(self._loaded)
         try:
-            yield from self._generate(list(tokens), Sampler(params, self._num_valid_ids), max_tokens, stop_ids)
+            yield from self._generate(tokens, choose, max_tokens, stop_ids)
         finally:
             meter.write(self.stats)
 
     def _generate(
-        self, tokens: list[int], sampler: Sampler, max_tokens: int, stop_ids: frozenset[int]
-    ) -> Iterator[int]:
+        self, tokens: list[int], choose: "_Chooser", max_tokens: int, stop_ids: frozenset[int]
+    ) -> Iterator[Sampled]:
         stats = self.stats
         started = time.perf_counter()
         logits = self.prefill(tokens)
@@ -93,18 +111,18 @@ class Session:
             return
         started = time.perf_counter()
         for i in range(max_tokens):
-            token = sampler.sample(logits, tokens)
+            sampled = choose(logits, tokens)
             stats.decode_tokens, stats.decode_s = i + 1, time.perf_counter() - started
-            if token in stop_ids:
+            if sampled.token in stop_ids:
                 stats.finish_reason = "stop"
                 return
-            tokens.append(token)
-            yield token
+            tokens.append(sampled.token)
+            yield sampled
             if self._cancelled:
                 return
             if i + 1 < max_tokens:
                 self._check_memory(False)
-                logits = self.step([token])
+                logits = self.step([sampled.token])
         stats.finish_reason = "length"
 
     def prefill(self, tokens: Sequence[int]) -> np.ndarray | None:
@@ -117,36 +135,57 @@ class Session:
             self._reset()
             done = 0
         logits = None
-        while done < len(tokens):
+        for chunk, upcoming in _passes(tokens, done):
             if self._cancelled:
                 return None
-            end = done + budget.pass_tokens(done, config.PREFILL_CHUNK_TOKENS, config.PREFILL_PRODUCT)
-            chunk = tokens[done:end]
-            logits = self.step(chunk, upcoming=tokens[end : end + len(chunk)])
+            logits = self.step(chunk, upcoming=upcoming)
             self.stats.prefill_tokens += len(chunk)
-            done = end
         return logits
 
     def step(self, tokens: Sequence[int], *, upcoming: Sequence[int] = ()) -> np.ndarray:
         """Run tokens through the model and give the logits (V,) float32 after the last; `upcoming` tokens come next.
 
-        States are evaluated too, so that no graph outlives the slots it reads. After an error the session is as new:
-        some layers had consumed the tokens, others not.
+        After an error the session is as new: some layers had consumed the tokens, others not.
         """
+        return self._run(tokens, upcoming, self._model.logits)
+
+    def embed(self, tokens: Sequence[int]) -> np.ndarray | None:
+        """Give the final hidden state (D,) float32 of the last token, not normalised, or None when cancelled.
+
+        The session starts anew with it and is left as new. Raises: UsageError for no tokens or ids out of range,
+        PromptTooLongError for more than the context holds.
+        """
+        self._cancelled = False
+        self._check(tokens, room_for=0)
+        self._check_memory(True)
+        self._reset()
+        hidden = None
+        for chunk, upcoming in _passes(tokens, 0):
+            if self._cancelled:
+                hidden = None
+                break
+            hidden = self._run(chunk, upcoming, self._model.hidden)
+        self._reset()
+        return hidden
+
+    def _run(
+        self, tokens: Sequence[int], upcoming: Sequence[int], output: Callable[[mx.array], mx.array]
+    ) -> np.ndarray:
+        """Run tokens and give the output of the last: states are evaluated too, so no graph outlives its slots."""
         try:
             streams = self._model.forward(_ids(tokens), self._state, upcoming=_ids(upcoming))
-            logits = self._model.logits(streams[-1:])[0].astype(mx.float32)
-            mx.eval(logits, self._state.arrays())
+            found = output(streams[-1:])[0].astype(mx.float32)
+            mx.eval(found, self._state.arrays())
         except BaseException:
             self._loaded.abandon()
             self._reset()
             raise
         self._loaded.retire()
         self.tokens += tokens
-        return np.array(logits)
+        return np.array(found)
 
-    def _check(self, tokens: Sequence[int]) -> int:
-        """Refuse tokens that cannot be run, and give how many more the context has room for."""
+    def _check(self, tokens: Sequence[int], room_for: int) -> int:
+        """Refuse tokens that cannot be run or leave no room for so many, and give how many the context has room for."""
         if not tokens:
             raise UsageError("There is nothing to continue: the prompt has no tokens.", hint="Give some text.")
         vocab = self._model.config.vocab_size
@@ -154,8 +193,8 @@ class Session:
         if bad is not None:
             raise UsageError(f"Token id {bad} is outside the model's vocabulary of {vocab}.")
         room = self._loaded.context_tokens - len(tokens)
-        if room < 1:
-            raise CapacityError(
+        if room < room_for:
+            raise PromptTooLongError(
                 f"The prompt has {len(tokens)} tokens; the context holds {self._loaded.context_tokens}.",
                 hint="Shorten the prompt.",
             )
@@ -164,6 +203,33 @@ class Session:
 
 def _ids(tokens: Sequence[int]) -> np.ndarray:
     return np.array(tokens, dtype=np.int64)
+
+
+def _passes(tokens: Sequence[int], done: int) -> Iterator[tuple[Sequence[int], Sequence[int]]]:
+    """Cut the tokens that are not done yet into the chunks of a prefill, each with the tokens that come after it."""
+    while done < len(tokens):
+        end = done + budget.pass_tokens(done, config.PREFILL_CHUNK_TOKENS, config.PREFILL_PRODUCT)
+        chunk = tokens[done:end]
+        yield chunk, tokens[end : end + len(chunk)]
+        done = end
+
+
+@dataclass(frozen=True)
+class _Chooser:
+    """Choose the tokens of one reply: within its constraint, with log-probabilities if they are asked for."""
+
+    sampler: Sampler
+    constraint: Constraint | None
+    top_logprobs: int | None
+
+    def __call__(self, logits: np.ndarray, history: Sequence[int]) -> Sampled:
+        allowed = logits if self.constraint is None else self.constraint.apply(logits)
+        token = self.sampler.sample(allowed, history)
+        if self.constraint is not None:
+            self.constraint.accept(token)
+        if self.top_logprobs is None:
+            return Sampled(token, None)
+        return Sampled(token, Logprobs.of(logits[: self.sampler.num_valid_ids], token, self.top_logprobs))
 
 
 class _Meter:

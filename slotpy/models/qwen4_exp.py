@@ -137,9 +137,13 @@ class Qwen4Exp:
         """Look token embeddings up: (T,) -> (T, D)."""
         return self.embed_tokens.rows(mx.array(tokens), self.dtype)
 
+    def hidden(self, streams: mx.array) -> mx.array:
+        """Mix streams (T, S, D) into the final hidden states (T, D), which the output matrix reads."""
+        return self.mixer.read(streams)[0]
+
     def logits(self, streams: mx.array) -> mx.array:
         """Give the logits (T, V) of streams (T, S, D)."""
-        return self.lm_head(self.mixer.read(streams)[0])
+        return self.lm_head(self.hidden(streams))
 
 
 class Positioner:

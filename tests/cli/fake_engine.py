@@ -14,7 +14,7 @@ from pathlib import Path
 from slotpy.cli import run as run_module
 from slotpy.engine.chat import ChatTemplate, load_stop_ids
 from slotpy.engine.loader import EngineOptions
-from slotpy.engine.sampler import SamplingParams
+from slotpy.engine.sampler import Sampled, SamplingParams
 from slotpy.engine.session import GenerationStats
 from slotpy.engine.text import Tokenizer
 from slotpy.errors import SlotpyError
@@ -74,7 +74,7 @@ class FakeSession:
 
     def generate(
         self, tokens: Sequence[int], params: SamplingParams, max_tokens: int | None, stop_ids: frozenset[int]
-    ) -> Iterator[int]:
+    ) -> Iterator[Sampled]:
         engine = self._engine
         prompt = "".join(engine.tokenizer._backend.id_to_token(t) or "" for t in tokens)
         prompt = prompt.replace("Ġ", " ").replace("Ċ", "\n")
@@ -90,7 +90,7 @@ class FakeSession:
                 self.stats.finish_reason = "length"
                 return
             self.stats.decode_tokens += 1
-            yield token
+            yield Sampled(token, None)
             engine.on_token(index)
             if self._cancelled:
                 return

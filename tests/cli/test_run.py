@@ -17,7 +17,8 @@ from click.testing import CliRunner, Result
 from fake_engine import DEMO, FakeEngine, fail
 
 from slotpy.cli import run as run_module
-from slotpy.engine.chat import ChatTemplate, Delta
+from slotpy.engine.chat import ChatTemplate
+from slotpy.engine.generation import TextDelta
 from slotpy.engine.loader import EngineOptions
 from slotpy.engine.sampler import SamplingParams
 from slotpy.errors import SlotpyError, UsageError
@@ -254,7 +255,7 @@ def test_a_failed_reply_leaves_the_conversation_as_before(monkeypatch):
 
 def test_a_reply_becomes_a_message_with_its_reasoning_apart(capsys):
     screen = run_module.Screen()
-    for delta in (Delta("why", reasoning=True), Delta("a"), Delta("b")):
+    for delta in (TextDelta("why", reasoning=True), TextDelta("a"), TextDelta("b")):
         screen.show(delta)
     assert screen.message() == {"content": "ab", "reasoning_content": "why"}
     assert capsys.readouterr() == ("ab", "why\n\n")

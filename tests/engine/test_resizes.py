@@ -38,7 +38,7 @@ def loaded():
 
 
 def greedy(session, tokens, count):
-    return list(session.generate(tokens, GREEDY, count, frozenset()))
+    return [token for token, _ in session.generate(tokens, GREEDY, count, frozenset())]
 
 
 def turns(session, resize=lambda: None):

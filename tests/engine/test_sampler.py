@@ -8,12 +8,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slotpy.engine.sampler import Sampler, SamplingParams
+from slotpy.engine.sampler import Logprobs, Sampler, SamplingParams
 from slotpy.errors import SlotpyError, UsageError
 
 
 def reference_distribution(params: SamplingParams, logits: list[float], history: list[int]) -> dict[int, float]:
-    """Give {id: probability} of every token that may follow, one rule after the other."""
+    """Give {id: probability} of every token that may follow, one rule after the other. Logits of -inf are no tokens."""
     logits = list(logits)
     window = history if params.repeat_last_n == -1 else history[max(0, len(history) - params.repeat_last_n) :]
     for token in set(window):
@@ -25,7 +25,7 @@ def reference_distribution(params: SamplingParams, logits: list[float], history:
             logits[token] *= params.repeat_penalty
         logits[token] -= window.count(token) * params.frequency_penalty + params.presence_penalty
         logits[token] = float(np.float32(logits[token]))
-    ranked = sorted(range(len(logits)), key=lambda i: (-logits[i], i))
+    ranked = sorted((i for i in range(len(logits)) if logits[i] > -math.inf), key=lambda i: (-logits[i], i))
     if params.temperature == 0:
         return {ranked[0]: 1.0}
     if params.top_k:
@@ -47,7 +47,9 @@ def reference_distribution(params: SamplingParams, logits: list[float], history:
 
 
 # Multiples of a quarter make ties common and keep every sum clear of rounding at the edges.
-LOGITS = st.lists(st.integers(-40, 40).map(lambda n: n / 4), min_size=1, max_size=40)
+LOGITS = st.lists(st.integers(-40, 40).map(lambda n: n / 4) | st.just(-math.inf), min_size=1, max_size=40).filter(
+    lambda logits: max(logits) > -math.inf
+)
 
 
 @settings(max_examples=300, deadline=None)
@@ -173,6 +175,40 @@ def test_sample_leaves_the_logits_as_they_are():
     params = SamplingParams(temperature=0.5, top_k=3, repeat_penalty=2.0, seed=0)
     Sampler(params, 8).sample(logits, [7, 6])
     assert logits.tolist() == list(range(8))
+
+
+def test_few_allowed_tokens_among_many_are_all_found():
+    logits = np.full(100_000, -np.inf, np.float32)
+    logits[[7, 99, 50_000, 99_999]] = [1, 3, 3, 2]
+    for params, expected in (
+        (SamplingParams(top_k=1), [99]),
+        (SamplingParams(top_k=3), [99, 50_000, 99_999]),
+        (SamplingParams(top_k=40), [7, 99, 50_000, 99_999]),
+        (SamplingParams(top_k=40, top_p=0.5), [99, 50_000]),
+        (SamplingParams(top_p=0.5), [99, 50_000]),
+        (SamplingParams(min_p=0.3), [99, 50_000, 99_999]),
+        (SamplingParams(temperature=1e300), [7, 99, 50_000, 99_999]),
+        (SamplingParams(repeat_penalty=1.5, presence_penalty=-9, repeat_last_n=-1), [7, 99, 50_000, 99_999]),
+    ):
+        assert Sampler(params, len(logits)).candidates(logits, [3, 7])[0].tolist() == expected
+
+
+@given(logits=LOGITS.map(lambda values: [max(value, -10.0) for value in values]), data=st.data())
+@settings(max_examples=100, deadline=None)
+def test_logprobs_are_the_log_softmax(logits, data):
+    token, num_top = data.draw(st.integers(0, len(logits) - 1)), data.draw(st.integers(0, 20))
+    found = Logprobs.of(np.array(logits, np.float32), token, num_top)
+    total = math.log(math.fsum(math.exp(value) for value in logits))
+    assert found.logprob == pytest.approx(logits[token] - total, abs=1e-12)
+    ranked = sorted(range(len(logits)), key=lambda i: (-logits[i], i))[:num_top]
+    assert [i for i, _ in found.top] == ranked
+    assert [value for _, value in found.top] == pytest.approx([logits[i] - total for i in ranked], abs=1e-12)
+
+
+def test_logprobs_of_far_apart_logits_stay_finite():
+    found = Logprobs.of(np.array([-3e38, 80.0, 3e38], np.float32), 0, 3)
+    assert np.isfinite(found.logprob)
+    assert found.top[0] == (2, 0.0)
 
 
 @pytest.mark.parametrize("draw", [0.0, 0.5, 1 - 2**-53])

@@ -4,6 +4,7 @@ import dataclasses
 import os
 import shutil
 
+import mlx.core as mx
 import numpy as np
 import pytest
 
@@ -31,7 +32,7 @@ def session(loaded):
 
 
 def greedy(session, tokens, count, stop_ids=frozenset()):
-    return list(session.generate(tokens, GREEDY, count, stop_ids))
+    return [sampled.token for sampled in session.generate(tokens, GREEDY, count, stop_ids)]
 
 
 def test_greedy_reply_follows_the_reference_argmax(session):
@@ -81,7 +82,7 @@ def test_same_prompt_twice_gives_the_same_reply(session):
 
 def test_closing_the_iterator_ends_the_reply_and_keeps_the_session_usable(session):
     replies = session.generate(PROMPT, GREEDY, 50, frozenset())
-    taken = [next(replies) for _ in range(3)]
+    taken = [next(replies).token for _ in range(3)]
     replies.close()
     assert session.stats.finish_reason == "cancelled"
     assert greedy(session, PROMPT, 3) == taken
@@ -89,12 +90,18 @@ def test_closing_the_iterator_ends_the_reply_and_keeps_the_session_usable(sessio
 
 def test_cancel_ends_the_reply_after_the_current_token(session):
     taken = []
-    for token in session.generate(PROMPT, GREEDY, 50, frozenset()):
+    for token, _ in session.generate(PROMPT, GREEDY, 50, frozenset()):
         taken.append(token)
         if len(taken) == 4:
             session.cancel()
     assert len(taken) == 4
     assert session.stats.finish_reason == "cancelled"
+
+
+def test_cancel_before_the_first_token_is_asked_for_counts(session):
+    replies = session.generate(PROMPT, GREEDY, 50, frozenset())
+    session.cancel()
+    assert list(replies) == [] and session.stats.finish_reason == "cancelled"
 
 
 def test_cancel_during_prefill_stops_between_passes(session, monkeypatch):
@@ -133,9 +140,95 @@ def test_seed_reproduces_a_sampled_reply(session):
     assert first != list(session.generate(PROMPT, SamplingParams(temperature=1.5, seed=6), 12, frozenset()))
 
 
+class Corridor:
+    """Stand in for a Constraint: only every id after the last is allowed, once it has been started."""
+
+    def __init__(self):
+        self.active, self.accepted = False, []
+
+    def start(self):
+        self.active = True
+
+    def apply(self, logits):
+        masked = np.full_like(logits, -np.inf)
+        allowed = self.accepted[-1] + 1 if self.active else int(logits.argmax())
+        masked[allowed] = logits[allowed]
+        return masked
+
+    def accept(self, token):
+        self.accepted.append(token)
+
+
+def test_constraint_holds_from_where_it_is_started(session):
+    free = greedy(session, PROMPT, 3)
+    corridor, reply = Corridor(), []
+    for token, _ in session.generate(PROMPT, GREEDY, 8, frozenset([free[2] + 5]), constraint=corridor):
+        reply.append(token)
+        if len(reply) == 3:
+            corridor.start()
+    assert reply == [*free, free[2] + 1, free[2] + 2, free[2] + 3, free[2] + 4]
+    assert corridor.accepted == [*reply, free[2] + 5]
+    assert session.stats.finish_reason == "stop"
+
+
+def test_logprobs_are_of_the_raw_logits_over_the_valid_ids(loaded):
+    logits = Session(loaded, num_valid_ids=256).prefill(PROMPT).astype(np.float64)
+    expected = logits[:200] - np.log(np.exp(logits[:200]).sum())
+    params = SamplingParams(temperature=3.0, top_k=4, presence_penalty=2.0, seed=3)
+    session, corridor = Session(loaded, num_valid_ids=200), Corridor()
+    corridor.accepted.append(41)
+    corridor.start()
+    ((token, logprobs),) = session.generate(PROMPT, params, 1, frozenset(), constraint=corridor, top_logprobs=5)
+    assert token == 42
+    assert logprobs.logprob == pytest.approx(expected[42], abs=1e-6)
+    best = np.argsort(-expected)[:5]
+    assert [i for i, _ in logprobs.top] == best.tolist()
+    assert [value for _, value in logprobs.top] == pytest.approx(expected[best], abs=1e-6)
+    assert [s.logprobs.top for s in session.generate(PROMPT, GREEDY, 2, frozenset(), top_logprobs=0)] == [(), ()]
+    assert [s.logprobs for s in session.generate(PROMPT, GREEDY, 2, frozenset())] == [None, None]
+
+
+def test_embedding_is_what_the_output_matrix_reads(session, loaded):
+    hidden = session.embed(TOKENS.tolist())
+    assert hidden.dtype == np.float32
+    logits = loaded.model.lm_head(mx.array(hidden)[None])[0]
+    assert np.abs(np.array(logits) - REF["logits_fp32"][-1]).max() < 1e-4
+
+
+def test_embedding_starts_anew_and_leaves_the_session_as_new(session, monkeypatch):
+    alone = session.embed(PROMPT)
+    reply = greedy(session, PROMPT, 4)
+    monkeypatch.setattr("slotpy.engine.session.config.PREFILL_CHUNK_TOKENS", 7)
+    assert np.abs(session.embed(PROMPT) - alone).max() < 1e-4
+    assert session.tokens == []
+    assert greedy(session, PROMPT, 4) == reply
+
+
+def test_embedding_may_fill_the_context_and_no_more(session):
+    assert session.embed([1] * 256).shape == (64,)
+    with pytest.raises(CapacityError, match="257 tokens"):
+        session.embed([1] * 257)
+    with pytest.raises(UsageError, match="no tokens"):
+        session.embed([])
+
+
+def test_cancelled_embedding_gives_nothing(session, monkeypatch):
+    monkeypatch.setattr("slotpy.engine.session.config.PREFILL_CHUNK_TOKENS", 4)
+    run = session._run
+
+    def run_then_cancel(*arguments):
+        session.cancel()
+        return run(*arguments)
+
+    monkeypatch.setattr(session, "_run", run_then_cancel)
+    assert session.embed(PROMPT) is None
+    assert session.tokens == []
+
+
 def test_ids_beyond_the_tokenizer_are_never_sampled(loaded):
     narrow = Session(loaded, num_valid_ids=10)
-    assert max(narrow.generate(PROMPT, SamplingParams(temperature=2.0, seed=1), 40, frozenset())) < 10
+    reply = narrow.generate(PROMPT, SamplingParams(temperature=2.0, seed=1), 40, frozenset())
+    assert max(token for token, _ in reply) < 10
 
 
 @pytest.mark.parametrize(
@@ -164,7 +257,7 @@ def test_resizing_between_tokens_changes_no_byte_of_the_reply(loaded):
     plain = greedy(Session(loaded, num_valid_ids=256), PROMPT, 12)
     session, taken = Session(loaded, num_valid_ids=256), []
     sizes = [40, 3, 11, 1, 30, 7, 40, 2, 5, 9, 40, 40]
-    for size, token in zip(sizes, session.generate(PROMPT, GREEDY, 12, frozenset()), strict=True):
+    for size, (token, _) in zip(sizes, session.generate(PROMPT, GREEDY, 12, frozenset()), strict=True):
         taken.append(token)
         resize_within(loaded.experts, size, 1 << 24)
     assert taken == plain

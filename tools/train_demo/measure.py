@@ -28,7 +28,7 @@ def greedy(engine: Engine, prompt: str) -> tuple[list[int], list[int]]:
     """Give the ids of a prompt and of the greedy reply to it."""
     tokens = engine.tokenizer.encode(prompt)
     reply = engine.new_session().generate(tokens, SamplingParams(temperature=0), 160, engine.stop_ids)
-    return tokens, list(reply)
+    return tokens, [token for token, _ in reply]
 
 
 def held_out_perplexity(engine: Engine, file: Path) -> float:
