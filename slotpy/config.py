@@ -46,6 +46,34 @@ PULL_SYNC_S = 2.0
 PULL_SPARE_BYTES = 1 << 30
 """Disk space that a pull leaves free."""
 
+KEEP_ALIVE_S = 300.0
+"""How long a served model stays loaded after its last request, unless told otherwise: Ollama's default."""
+
+MAX_QUEUE = 512
+"""Requests that may wait for the engine; beyond them the server answers 503. Ollama's default."""
+
+MAX_BODY_BYTES = 256 << 20
+"""The longest request body that is read. Clients send images inline, of up to 100 MB each."""
+
+DRAIN_S = 3.0
+"""How long the running reply may go on once the server was told to end, before it is cut short."""
+
+SERVER_VARIABLES = {
+    "OLLAMA_HOST": "address to listen on: HOST, HOST:PORT, :PORT or a URL; default 127.0.0.1:11434",
+    "OLLAMA_ORIGINS": "web origins that may call, beside local ones; with commas, * matches anything",
+    "OLLAMA_KEEP_ALIVE": "how long a model stays loaded: 5m, 1h30m, or seconds; negative: for ever",
+    "OLLAMA_CONTEXT_LENGTH": "tokens to have room for, as --context",
+    "OLLAMA_MAX_QUEUE": "requests that may wait, default 512; more get status 503",
+    "OLLAMA_MODELS": "directory of pulled models, unless SLOTPY_MODELS is set",
+    "OLLAMA_DEBUG": "1: log more",
+    "OLLAMA_NUM_PARALLEL": "known, not used: one reply is generated at a time",
+    "OLLAMA_MAX_LOADED_MODELS": "known, not used: one model is loaded at a time",
+    "OLLAMA_LOAD_TIMEOUT": "known, not used: loading is not given up",
+    "OLLAMA_NO_CLOUD": "known, not used: nothing is ever sent to a cloud",
+    "SLOTPY_API_KEY": "key that clients must give, as --api-key",
+}
+"""What `slotpy serve` takes from the environment; an option of the same meaning wins."""
+
 
 def home() -> Path:
     """Give the directory for slotpy's own files: `$SLOTPY_HOME`, else `~/.slotpy`."""
@@ -54,9 +82,15 @@ def home() -> Path:
 
 
 def models_dir() -> Path:
-    """Give the directory that pulled models live in: `$SLOTPY_MODELS`, else `models` under the slotpy home."""
-    configured = os.environ.get("SLOTPY_MODELS")
+    """Give the directory of pulled models: `$SLOTPY_MODELS`, else `$OLLAMA_MODELS`, else `models` under the home."""
+    configured = os.environ.get("SLOTPY_MODELS") or os.environ.get("OLLAMA_MODELS")
     return Path(configured).expanduser() if configured else home() / "models"
+
+
+def server_variables() -> dict[str, str]:
+    """Give those of SERVER_VARIABLES that are set, without the blanks and quotes around a value, as Ollama does."""
+    values = {name: os.environ.get(name, "").strip().strip("\"'") for name in SERVER_VARIABLES}
+    return {name: value for name, value in values.items() if value}
 
 
 def prepare_mlx_environment() -> None:

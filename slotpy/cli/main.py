@@ -13,6 +13,7 @@ from slotpy.cli.pack import pack_command
 from slotpy.cli.pull import pull_command
 from slotpy.cli.rm import rm_command
 from slotpy.cli.run import run
+from slotpy.cli.serve import serve_command
 from slotpy.errors import SlotpyError
 
 
@@ -22,7 +23,9 @@ def cli() -> None:
     """Run mixture-of-experts models that are bigger than memory."""
 
 
-for command in (run, pull_command, list_command, rm_command, check, pack_command, convert_command, doctor):
+for command in (
+    run, serve_command, pull_command, list_command, rm_command, check, pack_command, convert_command, doctor,
+):  # fmt: skip
     cli.add_command(command)
 
 

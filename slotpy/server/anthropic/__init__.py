@@ -1,0 +1,1 @@
+"""Anthropic's dialect: messages under /v1/messages."""

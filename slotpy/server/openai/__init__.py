@@ -1,0 +1,1 @@
+"""OpenAI's dialect: chat completions, completions, models, embeddings and responses under /v1."""
