@@ -5,10 +5,10 @@ BIN := $(VENV)/bin
 EXTRAS ?= dev
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test check bench native
+.PHONY: help install demo test test-ollama check bench native
 
 help:  ## list the targets
-	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 12
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 12
 
 $(VENV)/.installed: pyproject.toml native/pread_batch.c native/CMakeLists.txt
 	$(PYTHON) -m venv $(VENV)
@@ -22,6 +22,22 @@ demo: install  ## watch a model several times its cache answer
 
 test: install  ## run the tests
 	$(BIN)/python -m pytest
+
+test-ollama: install build/clients-python/.installed build/clients-js/.installed  ## test the server with real clients
+	$(BIN)/python tools/ollama_cli.py build/ollama-cli || test $$? -eq 2
+	$(BIN)/python -m pytest -rs tests/ollama
+
+# The clients have environments of their own: nothing of theirs may reach the tests' one.
+build/clients-python/.installed: tests/ollama/clients/requirements.txt
+	$(PYTHON) -m venv $(@D)
+	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check --requirement $<
+	touch $@
+
+build/clients-js/.installed: tests/ollama/clients/package.json
+	mkdir -p $(@D) && cp $< $(@D)
+	if command -v npm > /dev/null; then npm install --silent --no-audit --no-fund --legacy-peer-deps --prefix $(@D); \
+	else echo "no npm: the JavaScript clients are skipped"; fi
+	touch $@
 
 check: install  ## lint and type-check
 	$(BIN)/ruff check .
