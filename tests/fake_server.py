@@ -17,7 +17,7 @@ from pathlib import Path
 from slotpy.engine.loader import EngineOptions
 from slotpy.engine.worker import Worker
 from slotpy.server.app import make_app
-from slotpy.server.library import Library
+from slotpy.server.library.library import Library
 from slotpy.server.serve import bind, make_runner, serve
 from slotpy.server.service import Service
 from slotpy.server.settings import Settings

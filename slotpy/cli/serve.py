@@ -17,7 +17,7 @@ from slotpy.engine.worker import Worker
 from slotpy.errors import UsageError
 from slotpy.lock import ModelLock
 from slotpy.server.errors import ApiError
-from slotpy.server.library import Library, Model
+from slotpy.server.library.library import Library, Model
 from slotpy.server.serve import serve
 from slotpy.server.service import Service
 from slotpy.server.settings import Settings

@@ -17,7 +17,7 @@ from slotpy import config
 from slotpy.engine.generation import LoadRequest
 from slotpy.errors import SlotpyError
 from slotpy.server.app import make_app
-from slotpy.server.library import Model
+from slotpy.server.library.library import Model
 from slotpy.server.service import Service
 from slotpy.server.settings import Settings
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from slotpy.engine.generation import FINAL, Event, Failed, Request, TextDelta, ToolCall
 from slotpy.engine.worker import Worker
-from slotpy.server.library import Library, Model
+from slotpy.server.library.library import Library, Model
 from slotpy.server.metrics import Metrics
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from slotpy import config
 from slotpy.errors import UsageError
-from slotpy.server.ollama.durations import parse_duration
+from slotpy.server.durations import parse_duration
 
 DEFAULT_PORT = 11434
 _UNUSED = {"OLLAMA_NUM_PARALLEL": ("0", "1"), "OLLAMA_MAX_LOADED_MODELS": ("0", "1"), "OLLAMA_LOAD_TIMEOUT": ()}

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from slotpy.engine.generation import Event, Finished, TextDelta, TokenLogprob, ToolCall
 from slotpy.server.errors import ApiError
-from slotpy.server.library import Model
+from slotpy.server.library.library import Model
 from slotpy.server.ollama.fields import unsupported
 from slotpy.server.service import Idle
 

@@ -5,6 +5,7 @@ folded, and the shape of all JSON: keys, types, and values that are part of the 
 free. `Differences` lists what is meant to differ; an entry that no longer explains anything is an error.
 """
 
+import difflib
 import fnmatch
 import http.client
 import itertools
@@ -218,13 +219,19 @@ def _compare(path: str, wanted: Any, got: Any) -> Iterator[str]:
         for key in wanted.keys() & got.keys():
             yield from _compare(f"{path}.{key}", wanted[key], got[key])
     elif isinstance(wanted, list) and isinstance(got, list):
-        if len(wanted) != len(got):
-            yield f"{path}: {_labels(wanted)} → {_labels(got)}"
-            return
-        for one, other in zip(wanted, got, strict=True):
+        if len(wanted) == len(got):
+            pairs = list(zip(wanted, got, strict=True))
+        else:
+            names = [[_label(one) for one in each] for each in (wanted, got)]
+            matcher = difflib.SequenceMatcher(None, *names, autojunk=False)
+            matches = [(m.a + i, m.b + i) for m in matcher.get_matching_blocks() for i in range(m.size)]
+            yield from (f"{path}: {names[0][i]} missing" for i in range(len(wanted)) if i not in dict(matches))
+            yield from (f"{path}: {names[1][j]} extra" for j in range(len(got)) if j not in {j for _, j in matches})
+            pairs = [(wanted[i], got[j]) for i, j in matches]
+        for one, other in pairs:
             yield from _compare(path, one, other)
     elif wanted != got and (wanted, got) != ("number", "integer"):
-        yield f"{path}: {_labels([wanted])} → {_labels([got])}"
+        yield f"{path}: {_label(wanted)} → {_label(got)}"
 
 
 def _scalar(name: str, wanted: object, got: object) -> Iterator[str]:
@@ -232,17 +239,12 @@ def _scalar(name: str, wanted: object, got: object) -> Iterator[str]:
         yield f"{name}: {wanted} → {got}"
 
 
-def _labels(shapes: list[Any]) -> str:
-    """Name the shapes of a list: an event by its name, an object by its keys."""
-    names = []
-    for one in shapes:
-        if isinstance(one, list):
-            names.append(_labels(one))
-        elif isinstance(one, dict):
-            names.append(str(one.get("event", "{" + ",".join(sorted(one)) + "}")))
-        else:
-            names.append(str(one))
-    return "[" + " ".join(names) + "]" if len(names) != 1 else names[0]
+def _label(shape: Any) -> str:
+    """Name a shape: an event by its name, an object by its keys and words."""
+    if isinstance(shape, dict):
+        words = {key: str(inner) for key, inner in shape.items() if str(inner).startswith("=")}
+        return words.get("event", "{" + ",".join(key + words.get(key, "") for key in sorted(shape)) + "}")
+    return "[" + " ".join(map(_label, shape)) + "]" if isinstance(shape, list) else str(shape)
 
 
 def _message(block: str) -> dict[str, Any]:

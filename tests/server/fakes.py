@@ -22,8 +22,8 @@ from slotpy.engine.session import GenerationStats
 from slotpy.engine.worker import WorkerStatus
 from slotpy.server.app import make_app
 from slotpy.server.errors import ApiError
-from slotpy.server.library import Model, UnknownModel
-from slotpy.server.names import parse_served
+from slotpy.server.library.library import Model, UnknownModel
+from slotpy.server.library.names import parse_served
 from slotpy.server.service import Service
 from slotpy.server.settings import Settings
 

@@ -6,12 +6,12 @@ from typing import Any
 from aiohttp import web
 
 from slotpy.engine.generation import Finished
+from slotpy.server.durations import read_keep_alive
 from slotpy.server.errors import ApiError
 from slotpy.server.gojson import ANY, INT, OBJECT, STRING, ListOf, Struct
 from slotpy.server.keys import SERVICE
-from slotpy.server.library import Model
+from slotpy.server.library.library import Model
 from slotpy.server.ollama import fields, replies
-from slotpy.server.ollama.durations import read_keep_alive
 from slotpy.server.stream import json_response, now
 
 _CALL = Struct(

@@ -14,11 +14,11 @@ from slotpy.engine.generation import UnloadRequest
 from slotpy.server.errors import ApiError
 from slotpy.server.gojson import ANY, BOOL, OBJECT, STRING, ListOf, Struct
 from slotpy.server.keys import SERVICE
-from slotpy.server.library import InvalidName, Library, UnknownModel
-from slotpy.server.names import ServedName, parse_served
+from slotpy.server.library.library import InvalidName, Library, UnknownModel
+from slotpy.server.library.names import ServedName, parse_served
+from slotpy.server.library.records import Record
 from slotpy.server.ollama.progress import answer
 from slotpy.server.ollama.pull import pull_lines
-from slotpy.server.records import Record
 from slotpy.server.service import Service
 
 _MESSAGE = Struct(

@@ -8,14 +8,14 @@ import numpy as np
 from aiohttp import web
 
 from slotpy.engine.generation import Embedded, EmbedRequest, Loaded, LoadRequest
+from slotpy.server.durations import read_keep_alive
 from slotpy.server.errors import ApiError
 from slotpy.server.gojson import ANY, BOOL, INT, OBJECT, STRING, Struct
 from slotpy.server.keys import SERVICE
-from slotpy.server.library import Library, Model, UnknownModel
-from slotpy.server.ollama.durations import read_keep_alive
+from slotpy.server.library.library import Library, Model, UnknownModel
 from slotpy.server.ollama.fields import context_tokens
-from slotpy.server.ollama.options import read_options
 from slotpy.server.ollama.replies import settle
+from slotpy.server.options import read_options
 from slotpy.server.service import Service
 from slotpy.server.stream import json_response
 

@@ -10,8 +10,8 @@ from typing import Any
 from slotpy.engine.generation import GenerationRequest
 from slotpy.server.errors import ApiError
 from slotpy.server.gojson import ANY, BOOL, INT, OBJECT, STRING, Kind
-from slotpy.server.library import Model
-from slotpy.server.ollama.options import DEFAULTS, read_options
+from slotpy.server.library.library import Model
+from slotpy.server.options import DEFAULTS, read_options
 
 # `shift` would let the oldest tokens go in the middle of a reply. slotpy ends such a reply with "length".
 SHARED: Mapping[str, Kind] = {

@@ -15,11 +15,11 @@ from aiohttp import web
 from slotpy.engine import device
 from slotpy.engine.worker import LoadedStatus
 from slotpy.server.errors import ApiError
-from slotpy.server.facts import tensors
 from slotpy.server.gojson import BOOL, OBJECT, STRING, Struct
 from slotpy.server.keys import SERVICE
-from slotpy.server.library import Model
-from slotpy.server.modelfile import modelfile_text, parameters_text
+from slotpy.server.library.facts import tensors
+from slotpy.server.library.library import Model
+from slotpy.server.library.modelfile import modelfile_text, parameters_text
 from slotpy.server.ollama import blobs, create, pull
 from slotpy.server.stream import json_response
 

@@ -14,8 +14,8 @@ from slotpy.hub.names import ModelName, parse_name
 from slotpy.server.errors import ApiError
 from slotpy.server.gojson import BOOL, STRING, Struct
 from slotpy.server.keys import SERVICE
-from slotpy.server.library import Library, UnknownModel
-from slotpy.server.names import parse_served
+from slotpy.server.library.library import Library, UnknownModel
+from slotpy.server.library.names import parse_served
 from slotpy.server.ollama.progress import answer
 
 _TRANSFER = {"model": STRING, "name": STRING, "insecure": BOOL, "username": STRING, "password": STRING, "stream": BOOL}

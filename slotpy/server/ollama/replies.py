@@ -21,7 +21,7 @@ from slotpy.engine.generation import (
     UnloadRequest,
 )
 from slotpy.engine.prompts import make_prompt
-from slotpy.server.library import Model
+from slotpy.server.library.library import Model
 from slotpy.server.service import Service
 from slotpy.server.stream import json_response, ndjson
 

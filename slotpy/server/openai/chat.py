@@ -12,7 +12,7 @@ from slotpy.engine.generation import Event, Finished, GenerationRequest, TextDel
 from slotpy.server.errors import ApiError
 from slotpy.server.gojson import ANY, BOOL, INT, OBJECT, STRING, ListOf, Struct
 from slotpy.server.keys import SERVICE
-from slotpy.server.library import Model
+from slotpy.server.library.library import Model
 from slotpy.server.ollama.fields import context_tokens
 from slotpy.server.openai.common import (
     CHOICES,

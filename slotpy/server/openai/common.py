@@ -6,8 +6,8 @@ from typing import Any
 from slotpy.engine.generation import Finished, TokenLogprob
 from slotpy.server.errors import ApiError, error_body
 from slotpy.server.gojson import ANY, FLOAT, INT, OBJECT, Kind
-from slotpy.server.library import Model
-from slotpy.server.ollama.options import Options, read_options
+from slotpy.server.library.library import Model
+from slotpy.server.options import Options, read_options
 from slotpy.server.stream import Sse
 
 FINGERPRINT = "fp_slotpy"

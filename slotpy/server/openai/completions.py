@@ -14,7 +14,7 @@ from slotpy.engine.generation import Event, Finished, GenerationRequest, TextDel
 from slotpy.server.errors import ApiError
 from slotpy.server.gojson import ANY, BOOL, INT, STRING, Struct
 from slotpy.server.keys import SERVICE
-from slotpy.server.library import Model, UnknownModel
+from slotpy.server.library.library import Model, UnknownModel
 from slotpy.server.ollama.fields import context_tokens
 from slotpy.server.openai.common import (
     CHOICES,

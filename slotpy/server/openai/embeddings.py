@@ -10,7 +10,7 @@ from slotpy.engine.generation import Embedded, EmbedRequest
 from slotpy.server.errors import ApiError
 from slotpy.server.gojson import ANY, INT, STRING, Struct
 from slotpy.server.keys import SERVICE
-from slotpy.server.library import Library, Model, UnknownModel
+from slotpy.server.library.library import Library, Model, UnknownModel
 from slotpy.server.ollama.embed import normalised, shortest
 from slotpy.server.ollama.replies import settle
 from slotpy.server.stream import json_response

@@ -6,8 +6,8 @@ from aiohttp import web
 
 from slotpy.server.errors import ApiError
 from slotpy.server.keys import SERVICE
-from slotpy.server.library import Model, UnknownModel
-from slotpy.server.names import parse_served
+from slotpy.server.library.library import Model, UnknownModel
+from slotpy.server.library.names import parse_served
 from slotpy.server.stream import json_response
 
 

@@ -12,7 +12,7 @@ from slotpy.server.bodies import unpacked
 from slotpy.server.errors import ApiError, message_of, status_of
 from slotpy.server.gojson import ANY, BOOL, INT, OBJECT, STRING, ListOf, Struct
 from slotpy.server.keys import SERVICE
-from slotpy.server.library import Model
+from slotpy.server.library.library import Model
 from slotpy.server.ollama.fields import context_tokens
 from slotpy.server.openai.common import SAMPLING, options_of, top_logprobs_of
 from slotpy.server.openai.responses_input import Tools, messages_of, tool_choice_of

@@ -19,7 +19,7 @@ from slotpy.checkpoint.header import parse_json_object
 from slotpy.checkpoint.writing import replace_durably
 from slotpy.errors import CheckpointError
 from slotpy.server.errors import ApiError
-from slotpy.server.names import ServedName, parse_served
+from slotpy.server.library.names import ServedName, parse_served
 
 _SUFFIX = ".json"
 

@@ -4,7 +4,7 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from slotpy.server.library import Model
+from slotpy.server.library.library import Model
 
 
 def parameters_text(parameters: Mapping[str, Any]) -> str:

@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from slotpy.server.durations import parse_duration, read_keep_alive
 from slotpy.server.errors import ApiError
-from slotpy.server.ollama.durations import parse_duration, read_keep_alive
 
 
 @pytest.mark.parametrize(

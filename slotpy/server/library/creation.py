@@ -10,9 +10,9 @@ from pathlib import Path
 
 from slotpy.checkpoint.writing import writing
 from slotpy.errors import SlotpyError
-from slotpy.server.blobs import Blobs
 from slotpy.server.errors import ApiError
-from slotpy.server.facts import fingerprint, read_facts
+from slotpy.server.library.blobs import Blobs
+from slotpy.server.library.facts import fingerprint, read_facts
 
 _FILE_NAME = re.compile(r"(?!slotpy-)[A-Za-z0-9_][A-Za-z0-9_.+ -]*")
 _GGUF = b"GGUF"

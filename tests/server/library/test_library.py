@@ -12,12 +12,12 @@ import pytest
 from slotpy.checkpoint.checkpoint import open_checkpoint
 from slotpy.demo import demo_directory
 from slotpy.hub.manifest import FileEntry, Manifest, Source, Verified
-from slotpy.server import library as library_module
 from slotpy.server.errors import ApiError
-from slotpy.server.facts import format_count, parameter_count, quantization_level
-from slotpy.server.library import InvalidName, Library, UnknownModel
-from slotpy.server.names import parse_served
-from slotpy.server.records import Record
+from slotpy.server.library import library as library_module
+from slotpy.server.library.facts import format_count, parameter_count, quantization_level
+from slotpy.server.library.library import InvalidName, Library, UnknownModel
+from slotpy.server.library.names import parse_served
+from slotpy.server.library.records import Record
 from tests import tiny
 
 
@@ -197,7 +197,7 @@ def test_nothing_is_read_again_while_no_file_changes(library, monkeypatch):
         raise AssertionError("read again")
 
     monkeypatch.setattr(library_module, "read_facts", fail)
-    monkeypatch.setattr("slotpy.server.records._parse", fail)
+    monkeypatch.setattr("slotpy.server.library.records._parse", fail)
     began = time.perf_counter()
     for _ in range(10):
         library.list()

@@ -3,7 +3,7 @@
 import pytest
 
 from slotpy.errors import UsageError
-from slotpy.server.names import InvalidName, parse_served
+from slotpy.server.library.names import InvalidName, parse_served
 
 
 @pytest.mark.parametrize(

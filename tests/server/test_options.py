@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from slotpy.engine.sampler import SamplingParams
 from slotpy.server.errors import ApiError
-from slotpy.server.ollama.options import DEFAULTS, clamp_sampling, read_options
+from slotpy.server.options import DEFAULTS, clamp_sampling, read_options
 
 INTEGERS = ("top_k", "repeat_last_n", "seed")
 NAMES = [field.name for field in fields(SamplingParams)]

@@ -8,20 +8,20 @@ import time
 from pathlib import Path
 
 import pytest
+from tests.server.ollama.test_blobs import ask
+from tests.server.library.test_library import put_demo
 
 from slotpy.errors import SlotpyError
 from slotpy.hub.events import FileProgress, Status
 from slotpy.hub.names import parse_name
-from slotpy.server import pulls as pulls_module
-from slotpy.server.library import Library
+from slotpy.server.library import pulls as pulls_module
+from slotpy.server.library.library import Library
+from slotpy.server.library.pulls import Pulls
 from slotpy.server.ollama.models import ROUTES
-from slotpy.server.pulls import Pulls
 from tests.hub import conftest as hub_fixtures
 from tests.hub.conftest import LIMITS
 from tests.hub.fault_hub import LFS_BYTES
 from tests.server.fakes import FakeServer
-from tests.server.test_blobs import ask
-from tests.server.test_library import put_demo
 
 hub, only_loopback = hub_fixtures.hub, hub_fixtures.only_loopback
 NAME = parse_name("org/model")

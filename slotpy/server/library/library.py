@@ -21,13 +21,13 @@ from slotpy.demo import demo_directory
 from slotpy.errors import CheckpointError, SlotpyError
 from slotpy.hub.library import check_verified, remove_model
 from slotpy.hub.manifest import MANIFEST_NAME, load_manifest, pinned_manifests
-from slotpy.server.blobs import Blobs
-from slotpy.server.creation import create_directory
 from slotpy.server.errors import ApiError
-from slotpy.server.facts import Facts, Fingerprint, ModelText, fingerprint, read_facts
-from slotpy.server.names import InvalidName, ServedName, parse_served
-from slotpy.server.pulls import Pulls
-from slotpy.server.records import Record, Records, StoredRecord
+from slotpy.server.library.blobs import Blobs
+from slotpy.server.library.creation import create_directory
+from slotpy.server.library.facts import Facts, Fingerprint, ModelText, fingerprint, read_facts
+from slotpy.server.library.names import InvalidName, ServedName, parse_served
+from slotpy.server.library.pulls import Pulls
+from slotpy.server.library.records import Record, Records, StoredRecord
 
 __all__ = ["InvalidName", "Library", "Located", "Model", "UnknownModel"]
 

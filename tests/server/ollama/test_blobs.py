@@ -12,9 +12,9 @@ from aiohttp.test_utils import TestClient, TestServer
 
 from slotpy.errors import SlotpyError
 from slotpy.server.app import make_app
-from slotpy.server.blobs import Blobs
 from slotpy.server.errors import ApiError
-from slotpy.server.library import Library
+from slotpy.server.library.blobs import Blobs
+from slotpy.server.library.library import Library
 from slotpy.server.ollama import blobs as blobs_module
 from slotpy.server.ollama.models import ROUTES
 from slotpy.server.settings import Settings

@@ -3,15 +3,15 @@
 from pathlib import Path
 
 import pytest
+from tests.server.ollama.test_blobs import keep
+from tests.server.library.test_library import put_demo
+from tests.server.ollama.test_models import load
 
 from slotpy.demo import demo_directory
 from slotpy.engine.generation import UnloadRequest
-from slotpy.server.library import Library
+from slotpy.server.library.library import Library
 from slotpy.server.ollama.models import ROUTES
 from tests.server.fakes import UNLOADED, FakeServer
-from tests.server.test_blobs import keep
-from tests.server.test_library import put_demo
-from tests.server.test_models import load
 
 
 @pytest.fixture

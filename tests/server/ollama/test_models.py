@@ -13,11 +13,11 @@ from slotpy.doctor import published
 from slotpy.engine import device
 from slotpy.engine.worker import LoadedStatus, WorkerStatus
 from slotpy.machine.machines import NAMED
-from slotpy.server.library import Library
-from slotpy.server.modelfile import modelfile_text, parameters_text
-from slotpy.server.names import parse_served
+from slotpy.server.library.library import Library
+from slotpy.server.library.modelfile import modelfile_text, parameters_text
+from slotpy.server.library.names import parse_served
+from slotpy.server.library.records import Record
 from slotpy.server.ollama.models import ROUTES
-from slotpy.server.records import Record
 from tests.server.fakes import FakeServer
 
 PLAN = budget.plan(NAMED["mac-48"], published.find("qwen3.8-flash-next").sizes)
