@@ -22,6 +22,7 @@ from slotpy.engine.session import GenerationStats
 from slotpy.engine.worker import WorkerStatus
 from slotpy.server.app import make_app
 from slotpy.server.errors import ApiError
+from slotpy.server.library.facts import ModelText
 from slotpy.server.library.library import Model, UnknownModel
 from slotpy.server.library.names import parse_served
 from slotpy.server.service import Service
@@ -71,6 +72,7 @@ def model(name: str = "tiny", *capabilities: str, **changes: Any) -> Model:
         "architecture": "qwen4_exp",
         "template": "{{ messages }}",
         "license": "",
+        "text": ModelText(demo_directory()),
     }
     return Model(**values | changes)
 

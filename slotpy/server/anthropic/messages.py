@@ -97,7 +97,7 @@ def _generation(model: Model, body: Mapping[str, Any]) -> GenerationRequest:
         options["num_predict"] = body["max_tokens"]
     if "stop_sequences" in body:
         options["stop"] = body["stop_sequences"]
-    read = read_options(options, model.defaults)
+    read = read_options(options, model.parameters)
     choice = tool_choice_of(body.get("tool_choice", {}))
     tools, tool_choice = choose_tools(model, tools_of(body.get("tools", ())), *choice)
     return GenerationRequest(

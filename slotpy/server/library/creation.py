@@ -65,7 +65,7 @@ def _check(directory: Path) -> None:
     """Refuse files that do not make a model that can be loaded and talked to."""
     try:
         facts = read_facts(directory, fingerprint(directory))
-        _ = facts.shared_text.tokenizer.num_ids
+        _ = facts.text.tokenizer.num_ids
     except SlotpyError as error:
         text = str(error).replace(f"{directory}/", "").replace(str(directory), "the model")
         raise ApiError(400, f"these files are no model that slotpy can run: {text}") from error

@@ -43,11 +43,12 @@ class ModelText:
         return ChatTemplate.load(self._directory)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Facts:
-    """Describe one model directory. `info` has GGUF's names, as clients look them up; `size` is in bytes.
+    """Describe one model directory.
 
-    `shared_text` serves every name of the directory.
+    `digest` is 64 hex digits, another for every change of a file; `size` is in bytes. `details` and `info`, under
+    GGUF's names, are what clients are shown.
     """
 
     directory: Path
@@ -63,7 +64,7 @@ class Facts:
     architecture: str
     template: str
     license: str
-    shared_text: ModelText
+    text: ModelText
 
 
 def fingerprint(directory: Path) -> Fingerprint:
@@ -114,7 +115,7 @@ def read_facts(directory: Path, state: Fingerprint) -> Facts:
         architecture=architecture,
         template=chat.source if chat else "",
         license=_license(directory),
-        shared_text=text,
+        text=text,
     )
 
 

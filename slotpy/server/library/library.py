@@ -11,8 +11,6 @@ import shutil
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from datetime import datetime
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -42,42 +40,18 @@ class UnknownModel(ApiError):
         self.name, self.why = name, why
 
 
-@dataclass(frozen=True)
-class Model:
+@dataclass(frozen=True, kw_only=True)
+class Model(Facts):
     """Describe a model that can be loaded, under one of its names.
 
-    `digest` is 64 hex digits, another for every model and every change of it. `details` and `info` are what clients
-    are shown. `system`, `parameters` (Ollama's options) and `messages` come from a record: defaults of each request.
+    `digest` is another for every name too. `system`, `parameters` (Ollama's options) and `messages` come from a record:
+    defaults of each request.
     """
 
     name: str
-    directory: Path
-    digest: str
-    size: int
-    modified_at: datetime
-    details: Mapping[str, Any]
-    capabilities: frozenset[str]
-    context_length: int
-    embedding_length: int
-    parameter_count: int
-    architecture: str
-    template: str
-    license: str
-    info: Mapping[str, Any] = field(default_factory=dict)
     system: str = ""
     parameters: Mapping[str, Any] = field(default_factory=dict)
     messages: tuple[Mapping[str, Any], ...] = ()
-    shared_text: ModelText | None = None
-
-    @cached_property
-    def text(self) -> ModelText:
-        """The tokenizer and the chat template, loaded at first use."""
-        return self.shared_text or ModelText(self.directory)
-
-    @property
-    def defaults(self) -> Mapping[str, Any]:
-        """Give the options that requests begin from."""
-        return self.parameters
 
 
 @dataclass(frozen=True)

@@ -8,28 +8,12 @@ from aiohttp import web
 from slotpy.engine.generation import Finished
 from slotpy.server.durations import read_keep_alive
 from slotpy.server.errors import ApiError
-from slotpy.server.gojson import ANY, INT, OBJECT, STRING, ListOf, Struct
+from slotpy.server.gojson import OBJECT, STRING, ListOf, Struct
 from slotpy.server.keys import SERVICE
 from slotpy.server.library.library import Model
 from slotpy.server.ollama import fields, replies
 from slotpy.server.stream import json_response, now
 
-_CALL = Struct(
-    "api.ToolCall",
-    {"id": STRING, "function": Struct("api.ToolCallFunction", {"index": INT, "name": STRING, "arguments": ANY})},
-)
-_MESSAGE = Struct(
-    "api.Message",
-    {
-        "role": STRING,
-        "content": STRING,
-        "thinking": STRING,
-        "images": ListOf(STRING),
-        "tool_calls": ListOf(_CALL),
-        "tool_name": STRING,
-        "tool_call_id": STRING,
-    },
-)
 _TOOL = Struct(
     "api.Tool",
     {
@@ -37,7 +21,7 @@ _TOOL = Struct(
         "function": Struct("api.ToolFunction", {"name": STRING, "description": STRING, "parameters": OBJECT}),
     },
 )
-CHAT = Struct("api.ChatRequest", {**fields.SHARED, "messages": ListOf(_MESSAGE), "tools": ListOf(_TOOL)})
+CHAT = Struct("api.ChatRequest", {**fields.SHARED, "messages": ListOf(fields.MESSAGE), "tools": ListOf(_TOOL)})
 
 
 async def chat(request: web.Request) -> web.StreamResponse:

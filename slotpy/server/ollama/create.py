@@ -17,22 +17,11 @@ from slotpy.server.keys import SERVICE
 from slotpy.server.library.library import InvalidName, Library, UnknownModel
 from slotpy.server.library.names import ServedName, parse_served
 from slotpy.server.library.records import Record
+from slotpy.server.ollama import fields
 from slotpy.server.ollama.progress import answer
 from slotpy.server.ollama.pull import pull_lines
 from slotpy.server.service import Service
 
-_MESSAGE = Struct(
-    "api.Message",
-    {
-        "role": STRING,
-        "content": STRING,
-        "thinking": STRING,
-        "images": ListOf(STRING),
-        "tool_calls": ListOf(OBJECT),
-        "tool_name": STRING,
-        "tool_call_id": STRING,
-    },
-)
 _CREATE = Struct(
     "api.CreateRequest",
     {
@@ -44,7 +33,7 @@ _CREATE = Struct(
         "template": STRING,
         "system": STRING,
         "parameters": OBJECT,
-        "messages": ListOf(_MESSAGE),
+        "messages": ListOf(fields.MESSAGE),
         "license": ANY,
         "quantize": STRING,
         "quantization": STRING,

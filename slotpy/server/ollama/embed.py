@@ -95,7 +95,7 @@ async def _run(
 ) -> tuple[tuple[np.ndarray, ...], dict[str, int]]:
     """Give the vectors, and the counts that go with them. Without texts the model is still loaded."""
     keep_alive_s = read_keep_alive(body.get("keep_alive"))
-    num_ctx = context_tokens(read_options(body.get("options", {}), model.defaults).num_ctx, model)
+    num_ctx = context_tokens(read_options(body.get("options", {}), model.parameters).num_ctx, model)
     asked = EmbedRequest(texts, body.get("truncate", True), num_ctx) if texts else LoadRequest(num_ctx)
     event = await settle(service, model, asked, keep_alive_s)
     if isinstance(event, Embedded):

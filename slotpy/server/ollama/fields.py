@@ -1,4 +1,4 @@
-"""The request fields that /api/chat and /api/generate share, read and checked."""
+"""The request fields that several of Ollama's endpoints share, read and checked."""
 
 import base64
 import binascii
@@ -9,10 +9,26 @@ from typing import Any
 
 from slotpy.engine.generation import GenerationRequest
 from slotpy.server.errors import ApiError
-from slotpy.server.gojson import ANY, BOOL, INT, OBJECT, STRING, Kind
+from slotpy.server.gojson import ANY, BOOL, INT, OBJECT, STRING, Kind, ListOf, Struct
 from slotpy.server.library.library import Model
 from slotpy.server.options import DEFAULTS, read_options
 
+_CALL = Struct(
+    "api.ToolCall",
+    {"id": STRING, "function": Struct("api.ToolCallFunction", {"index": INT, "name": STRING, "arguments": ANY})},
+)
+MESSAGE = Struct(
+    "api.Message",
+    {
+        "role": STRING,
+        "content": STRING,
+        "thinking": STRING,
+        "images": ListOf(STRING),
+        "tool_calls": ListOf(_CALL),
+        "tool_name": STRING,
+        "tool_call_id": STRING,
+    },
+)
 # `shift` would let the oldest tokens go in the middle of a reply. slotpy ends such a reply with "length".
 SHARED: Mapping[str, Kind] = {
     "model": STRING,
@@ -36,7 +52,7 @@ _BASE64 = re.compile(r"[A-Za-z0-9+/]*")
 
 def generation(model: Model, body: Mapping[str, Any], **asked: Any) -> GenerationRequest:
     """Make a request of the shared fields of `body`; `asked` are GenerationRequest's others. Raises: ApiError 400."""
-    options = read_options(body.get("options", {}), model.defaults)
+    options = read_options(body.get("options", {}), model.parameters)
     return GenerationRequest(
         think=read_think(body.get("think"), model, body["model"]),
         sampling=options.sampling,

@@ -208,10 +208,10 @@ def test_a_record_adds_to_its_base(library):
     messages = ({"role": "user", "content": "hi"},)
     save(library, "mine", system="s", parameters={"temperature": 0.1}, messages=messages, license="MIT")
     model, base = library.find("mine"), library.find("demo")
-    assert (model.system, model.defaults, model.messages, model.license) == ("s", {"temperature": 0.1}, messages, "MIT")
+    assert (model.system, model.parameters, model.messages, model.license) == ("s", {"temperature": 0.1}, messages, "MIT")
     assert model.details["parent_model"] == "demo:latest"
     assert (model.directory, model.size, model.capabilities) == (base.directory, base.size, base.capabilities)
-    assert base.system == "" and base.defaults == {}
+    assert base.system == "" and base.parameters == {}
 
 
 def test_a_copy_of_a_made_model_is_built_on_the_same_base(library):

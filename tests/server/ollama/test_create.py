@@ -46,7 +46,7 @@ def test_a_model_is_made_of_another_in_ollamas_steps(server):
         *("creating new layer ", "creating new layer ", "writing manifest", "success")
     ]
     assert len({*steps}) == 5
-    assert (find(server, "c1").system, find(server, "c1").defaults) == ("s", {"temperature": 0.1})
+    assert (find(server, "c1").system, find(server, "c1").parameters) == ("s", {"temperature": 0.1})
 
 
 def test_one_object_instead_of_a_stream_is_the_last_line(server):
@@ -61,10 +61,10 @@ def test_what_a_base_added_is_taken_over_and_may_be_replaced(server):
     statuses(server, {"model": "one", "from": "demo", "system": "s", "parameters": {"top_k": 1, "top_p": 1}})
     statuses(server, {"model": "two", "from": "one", "parameters": {"top_k": 2}, "messages": messages})
     two = find(server, "two")
-    assert (two.system, two.defaults, two.messages) == ("s", {"top_k": 2, "top_p": 1}, tuple(messages))
+    assert (two.system, two.parameters, two.messages) == ("s", {"top_k": 2, "top_p": 1}, tuple(messages))
     assert two.details["parent_model"] == "demo:latest"
     statuses(server, {"model": "two", "from": "two", "system": "t"})
-    assert (find(server, "two").system, find(server, "two").defaults) == ("t", {"top_k": 2, "top_p": 1})
+    assert (find(server, "two").system, find(server, "two").parameters) == ("t", {"top_k": 2, "top_p": 1})
 
 
 def test_several_licences_are_one_text(server):
