@@ -5,10 +5,10 @@ BIN := $(VENV)/bin
 EXTRAS ?= dev
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-ollama check bench native
+.PHONY: help install demo serve test test-ollama check bench native
 
 help:  ## list the targets
-	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 12
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 14
 
 $(VENV)/.installed: pyproject.toml native/pread_batch.c native/CMakeLists.txt
 	$(PYTHON) -m venv $(VENV)
@@ -19,6 +19,9 @@ install: $(VENV)/.installed  ## make .venv with slotpy, its native reader and th
 
 demo: install  ## watch a model several times its cache answer
 	$(BIN)/slotpy run demo "What is a lighthouse?" --slots 64
+
+serve: install  ## serve the demo to Ollama's and other clients at http://127.0.0.1:11434
+	$(BIN)/slotpy serve demo
 
 test: install  ## run the tests
 	$(BIN)/python -m pytest
