@@ -11,7 +11,7 @@ from safetensors import SafetensorError, safe_open
 
 from slotpy.engine.loader import EngineOptions, LoadedModel, load
 from slotpy.engine.session import Session
-from slotpy.errors import CheckpointError
+from slotpy.errors import CheckpointError, SlotpyError
 
 PROMPT_TOKENS = 48
 
@@ -88,6 +88,11 @@ def digest(variant: Variant, num_tokens: int, options: EngineOptions) -> tuple[s
         logits, found = session.prefill(prompt), hashlib.sha256()
         for _ in range(num_tokens):
             assert logits is not None
+            if not np.isfinite(logits).all():  # all sizes may agree on nonsense
+                raise SlotpyError(
+                    f"The logits are not finite with {variant.describe().strip()}.",
+                    hint="Compare the files with their published SHA-256. If they are right, the backend is wrong.",
+                )
             found.update(logits.tobytes())
             logits = session.step([int(logits.argmax())])
         counters = loaded.experts.table.counters

@@ -16,6 +16,9 @@ from slotpy.slots.cache import SlotCache
 DENSE_WINDOW_BYTES = 256 << 20
 """Formats without a gathering kernel are decoded into a window of at most this size, wave by wave."""
 
+FEW_PAIRS = 8
+"""MLX on CUDA computes fewer pairs in a call with another kernel, whose sums round differently."""
+
 
 class StreamedExperts:
     """Run SwiGLU experts out of the slot cache."""
@@ -47,8 +50,11 @@ class StreamedExperts:
         for start in range(0, len(distinct), wave_size):
             pairs = order[(local[order] >= start) & (local[order] < start + wave_size)]
             slots = self.cache.acquire(distinct[start : start + wave_size])
-            rows = x[mx.array(pairs // per_token)][:, None, None, :]
-            parts.append(self._compute(rows, slots, local[pairs][:, None] - start).reshape(len(pairs), -1))
+            # A wave may hold few pairs where the whole has many: repeated ones keep it at the kernel of the whole.
+            computed = np.resize(pairs, FEW_PAIRS) if len(pairs) < FEW_PAIRS <= len(order) else pairs
+            rows = x[mx.array(computed // per_token)][:, None, None, :]
+            y = self._compute(rows, slots, local[computed][:, None] - start)
+            parts.append(y.reshape(len(computed), -1)[: len(pairs)])
             mx.eval(parts[-1])
             self.cache.retire()
         back = np.empty_like(order)

@@ -29,16 +29,21 @@ class Weights:
         return Weights(self.checkpoint, self.dtype, self.wide, f"{self.prefix}{scope}.")
 
     def linear(self, name: str) -> Linear:
-        """Read a linear weight (out, in), quantised as it is stored unless `wide`."""
+        """Read a linear weight (out, in), quantised as it is stored unless `wide` or a single group wide.
+
+        MLX 0.32.4 on CUDA leaves the product unwritten for inputs of 64 in one group of 64, of two rows or more. Such
+        weights are small, so they are plain on every backend.
+        """
         tensor = self._tensor(name)
         weight = self._read(tensor.parts["weight"])
         fmt = tensor.format
         if fmt.kind == "dense":
             return Linear(weight.astype(mx.float32 if self.wide else self.dtype))
         scales, biases = (self._read(tensor.parts[part]) for part in ("scales", "biases"))
-        if self.wide:
-            wide = (weight, scales.astype(mx.float32), biases.astype(mx.float32))
-            return Linear(mx.dequantize(*wide, group_size=fmt.group_size, bits=fmt.bits))
+        if self.wide or scales.shape[-1] == 1:
+            parts = (weight, scales.astype(mx.float32), biases.astype(mx.float32))
+            plain = mx.dequantize(*parts, group_size=fmt.group_size, bits=fmt.bits)
+            return Linear(plain if self.wide else plain.astype(self.dtype))
         return Linear(
             weight, scales.astype(self.dtype), biases.astype(self.dtype), group_size=fmt.group_size, bits=fmt.bits
         )

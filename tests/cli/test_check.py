@@ -7,7 +7,8 @@ from safetensors.numpy import save_file
 
 from slotpy.cli import check as check_module
 from slotpy.cli.check import check
-from slotpy.errors import CheckpointError, UsageError
+from slotpy.engine.session import Session
+from slotpy.errors import CheckpointError, SlotpyError, UsageError
 from tests.golden_model import GOLDEN, REF
 
 REFERENCE = str(GOLDEN / "reference.safetensors")
@@ -70,6 +71,13 @@ def test_cache_sizes_are_identical_for_both_layouts_and_readers():
     # Three sizes, original and packed, native and Python reader.
     assert len(runs) == 3 * 2 * 2
     assert len({line.split()[-1] for line in runs}) == 1
+
+
+def test_cache_sizes_refuse_logits_that_are_not_finite(monkeypatch):
+    """All sizes agree on a NaN."""
+    monkeypatch.setattr(Session, "prefill", lambda self, tokens: np.full(16, np.nan, dtype=np.float32))
+    result = invoke(check, "cache-sizes", GOLDEN, "--slots", "2,all", "--tokens", 1)
+    assert isinstance(result.exception, SlotpyError) and "not finite" in str(result.exception)
 
 
 def test_cache_sizes_fail_when_one_run_differs(monkeypatch):

@@ -44,6 +44,23 @@ def test_a_pair_has_the_same_bits_alone_in_a_crowd_and_in_waves(make_experts):
         assert outputs(make_experts(slots), x, keys).tobytes() == together.tobytes()
 
 
+@pytest.mark.parametrize(("num_tokens", "fewest"), [(30, 8), (2, 1)])
+def test_a_wave_has_few_pairs_only_if_the_whole_has(make_experts, monkeypatch, num_tokens, fewest):
+    rng = np.random.default_rng(0)
+    x = rng.standard_normal((num_tokens, WIDTH)).astype(np.float32)
+    keys = np.array([rng.choice(EXPERTS, 3, replace=False) for _ in range(num_tokens)])
+    keys[0] = [0, 1, EXPERTS - 1]
+    keys[keys == EXPERTS - 1] = 2  # the last expert, alone in its wave, has one pair
+    keys[0, 2] = EXPERTS - 1
+    experts = make_experts(1)
+    computed = []
+    compute = experts._compute
+    monkeypatch.setattr(experts, "_compute", lambda x, *more: computed.append(len(x)) or compute(x, *more))
+    y = outputs(experts, x, keys)
+    assert len(computed) > 1 and min(computed) == fewest
+    assert y.tobytes() == outputs(make_experts(40), x, keys).tobytes()
+
+
 def test_waves_grow_with_the_cache(tmp_path):
     """After a resize a wave is as large as the cache then is, not as it was at load."""
     loaded = load(write_tiny(tmp_path, "mlx"), EngineOptions(slots=2, context_tokens=64))
