@@ -3,6 +3,7 @@
 Owns nothing about models: handlers do, each dialect in its own module.
 """
 
+import asyncio
 import hmac
 import html
 import ipaddress
@@ -97,7 +98,8 @@ async def _answer(request: web.Request, handler: Handler) -> web.StreamResponse:
         return _plain(405, "405 method not allowed", Allow=error.headers["Allow"])
     except Exception as error:
         if is_gone(request):
-            raise
+            # aiohttp logs what a handler raises as its failure, save for this, which mostly comes first.
+            raise asyncio.CancelledError from error
         if is_bug(error):
             log.exception("%s %s failed", request.method, request.rel_url.raw_path)
         return _refusal(request.path, error)

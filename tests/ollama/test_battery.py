@@ -7,6 +7,7 @@ import pytest
 from tests.ollama.battery import battery
 from tests.ollama.compare import (
     FREE,
+    HERE,
     Answer,
     Difference,
     broken_rules,
@@ -40,6 +41,12 @@ def test_every_listed_difference_is_still_one(answers):
     for name, (_, got) in answers.items():
         unexplained(name, findings(EXPECTED[name], got), listed)
     assert {entry.reason: entry.unused for entry in listed if entry.unused} == {}
+
+
+def test_the_readme_tells_how_many_are_alike(answers):
+    alike = sum(findings(EXPECTED[name], got) == [] for name, (_, got) in answers.items())
+    line = f"{len(answers)} requests: {alike} answered alike, {len(answers) - alike} differ as listed"
+    assert line in (HERE / "README.md").read_text(encoding="utf-8")
 
 
 def test_every_call_has_an_expected_answer_and_no_answer_is_without_a_call():

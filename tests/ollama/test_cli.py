@@ -62,7 +62,10 @@ class Terminal:
         while text not in _plain(self._shown):
             ready, _, _ = select.select([self._terminal], [], [], max(0.0, until - time.monotonic()))
             assert ready, f"{text!r} did not come, only {_plain(self._shown)!r}"
-            self._shown += os.read(self._terminal, 65536).decode(errors="replace")
+            try:
+                self._shown += os.read(self._terminal, 65536).decode(errors="replace")
+            except OSError as error:  # what Linux says when the other end is closed
+                raise AssertionError(f"it ended before {text!r}, after {_plain(self._shown)!r}") from error
         before, _, self._shown = _plain(self._shown).partition(text)
         return before
 

@@ -62,6 +62,8 @@ class Output:
         yield self._item_event("response.output_item.added", item=item)
         if kind == "message":
             yield self._part_event("response.content_part.added", part=self._part())
+        else:
+            yield self._summary_event("response.reasoning_summary_part.added", part=self._summary())
 
     def _grow(self, delta: TextDelta) -> Iterator[Sse]:
         self._text += delta.text
@@ -78,7 +80,8 @@ class Output:
         item = self.items[-1]
         if self._open == "reasoning":
             yield self._summary_event("response.reasoning_summary_text.done", text=self._text)
-            item["summary"] = [{"type": "summary_text", "text": self._text}]
+            yield self._summary_event("response.reasoning_summary_part.done", part=self._summary())
+            item["summary"] = [self._summary()]
             item["encrypted_content"] = self._text
         else:
             yield self._part_event("response.output_text.done", text=self._text, logprobs=self._logprobs)
@@ -110,6 +113,9 @@ class Output:
 
     def _part(self) -> dict[str, Any]:
         return {"type": "output_text", "text": self._text, "annotations": [], "logprobs": list(self._logprobs)}
+
+    def _summary(self) -> dict[str, Any]:
+        return {"type": "summary_text", "text": self._text}
 
     def _item_event(self, event: str, **fields: Any) -> Sse:
         return self.event(event, output_index=len(self.items) - 1, **fields)

@@ -94,13 +94,14 @@ def test_an_answer_has_every_key():
     }
 
 
-def test_a_stream_has_the_recorded_events():
+def test_a_stream_has_the_recorded_events_and_those_of_summaries():
     _, answer = respond(THOUGHT, stream=True)
     told = events(answer)
     assert [event["type"].removeprefix("response.") for event in told] == [
         *("created", "in_progress"),
-        *("output_item.added", "reasoning_summary_text.delta", "reasoning_summary_text.delta"),
-        *("reasoning_summary_text.done", "output_item.done"),
+        *("output_item.added", "reasoning_summary_part.added"),
+        *("reasoning_summary_text.delta", "reasoning_summary_text.delta", "reasoning_summary_text.done"),
+        *("reasoning_summary_part.done", "output_item.done"),
         *("output_item.added", "content_part.added", "output_text.delta", "output_text.delta", "output_text.done"),
         *("content_part.done", "output_item.done"),
         "completed",
@@ -108,20 +109,22 @@ def test_a_stream_has_the_recorded_events():
     assert told[0]["response"]["status"] == "in_progress" and told[0]["response"]["output"] == []
     assert told[0]["response"].keys() == KEYS
     assert told[2]["item"] == {"id": told[3]["item_id"], "type": "reasoning", "summary": []}
-    assert told[7]["item"] == {
-        "id": told[8]["item_id"],
+    assert told[3]["part"] == {"type": "summary_text", "text": ""}
+    assert told[7]["part"] == {"type": "summary_text", "text": "let me think"}
+    assert told[9]["item"] == {
+        "id": told[10]["item_id"],
         "type": "message",
         "status": "in_progress",
         "role": "assistant",
         "content": [],
     }
-    assert told[8]["part"] == {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
+    assert told[10]["part"] == {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
     assert [event["delta"] for event in told if event["type"].endswith("text.delta")] == [
         *("let", " me think", "Hel", "lo")
     ]
-    assert [event.get("output_index") for event in told] == [None, None, *[0] * 5, *[1] * 7, None]
-    assert told[11]["text"] == told[12]["part"]["text"] == "Hello"
-    assert told[-1]["response"]["output"] == [told[6]["item"], told[13]["item"]]
+    assert [event.get("output_index") for event in told] == [None, None, *[0] * 7, *[1] * 7, None]
+    assert told[13]["text"] == told[14]["part"]["text"] == "Hello"
+    assert told[-1]["response"]["output"] == [told[8]["item"], told[15]["item"]]
     assert "[DONE]" not in answer.text
 
 
