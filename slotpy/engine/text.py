@@ -71,7 +71,9 @@ class Tokenizer:
         which JSON and argv can carry, become U+FFFD.
         """
         text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
-        return list(self._backend.encode(text, add_special_tokens=add_special_tokens).ids)
+        # A batch, because `encode` keeps all other threads waiting: 0.75 s for 200,000 tokens (tokenizers 0.23).
+        [encoded] = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        return list(encoded.ids)
 
     def decode(self, ids: Iterable[int]) -> str:
         """Decode ids at once, without special tokens; bytes that are no UTF-8 become U+FFFD."""

@@ -2,6 +2,8 @@
 
 import json
 import shutil
+import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -47,6 +49,28 @@ def normal(text: str) -> str:
 @pytest.mark.parametrize("text", TEXTS)
 def test_decoding_gives_back_the_text(tokenizer, text):
     assert tokenizer.decode(tokenizer.encode(text)) == normal(text)
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_a_text_is_encoded_as_the_library_does_it_alone(tokenizer, text):
+    assert tokenizer.encode(text) == tokenizers.Tokenizer.from_file(str(DEMO / "tokenizer.json")).encode(text).ids
+
+
+def test_other_threads_go_on_while_a_long_text_is_encoded(tokenizer):
+    ticks, over = [], threading.Event()
+
+    def tick() -> None:
+        while not over.wait(0.002):
+            ticks.append(time.monotonic())
+
+    thread = threading.Thread(target=tick)
+    thread.start()
+    began_s = time.monotonic()
+    tokenizer.encode("word " * 50_000)
+    ended_s = time.monotonic()
+    over.set()
+    thread.join()
+    assert len([at_s for at_s in ticks if began_s < at_s < ended_s]) > 5
 
 
 @pytest.mark.parametrize("text", TEXTS)

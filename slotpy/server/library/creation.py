@@ -14,7 +14,7 @@ from slotpy.server.errors import ApiError
 from slotpy.server.library.blobs import Blobs
 from slotpy.server.library.facts import fingerprint, read_facts
 
-_FILE_NAME = re.compile(r"(?!slotpy-)[A-Za-z0-9_][A-Za-z0-9_.+ -]*")
+_FILE_NAME = re.compile(r"(?!slotpy-)[A-Za-z0-9_][A-Za-z0-9_.+ -]{0,199}")
 _GGUF = b"GGUF"
 
 

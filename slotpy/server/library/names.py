@@ -10,6 +10,7 @@ DEFAULT_TAG = "latest"
 _PART = r"[A-Za-z0-9_][A-Za-z0-9_.-]*"
 # Up to a host and two folders before the model. A tag may follow an @ too, as in the hub's own names.
 _NAME = re.compile(rf"({_PART}(?::[0-9]+(?=/))?(?:/{_PART}){{0,3}})(?:[:@]({_PART}))?")
+_MAX_MODEL, _MAX_TAG = 160, 60  # a record's file is named after its model, and file systems take 255 bytes
 _DEFAULT_PLACES = ("registry.ollama.ai/library/", "registry.ollama.ai/", "library/", "hf.co/", "huggingface.co/")
 
 
@@ -52,7 +53,7 @@ class ServedName:
 def parse_served(text: str) -> ServedName:
     """Read `[host/][namespace/]model[:tag]`, as clients send it. Raises: InvalidName."""
     found = _NAME.fullmatch(text.removeprefix("https://").removeprefix("http://"))
-    if found is None:
+    if found is None or len(found[1]) > _MAX_MODEL or len(found[2] or "") > _MAX_TAG:
         raise InvalidName(text)
     model = found[1]
     for place in _DEFAULT_PLACES:

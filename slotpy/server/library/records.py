@@ -8,6 +8,7 @@ import dataclasses
 import json
 import logging
 import os
+import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -64,6 +65,7 @@ class Records:
     def __init__(self, directory: Path) -> None:
         self._directory = directory
         self._cache: dict[str, tuple[tuple[int, int], StoredRecord | None]] = {}
+        self._saving = threading.Lock()  # two requests for one name would write the same temporary file
 
     def all(self) -> dict[str, StoredRecord]:
         """Give every record by the key of its name. One that cannot be read is left out, and logged once."""
@@ -77,7 +79,8 @@ class Records:
     def save(self, record: Record) -> None:
         """Write a record, in place of one with the same name. Raises: OSError."""
         self._directory.mkdir(parents=True, exist_ok=True)
-        replace_durably(self._path(record.name), record.as_text().encode() + b"\n")
+        with self._saving:
+            replace_durably(self._path(record.name), record.as_text().encode() + b"\n")
 
     def remove(self, name: ServedName) -> None:
         """Remove a record. Raises: OSError."""

@@ -42,6 +42,8 @@ def test_hub_names_are_the_same_with_and_without_the_host(text):
         "é",
         "a/b/c/d/e",
         "a%2Fb",
+        "a" * 161,
+        "a:" + "b" * 61,
     ],
 )
 def test_what_is_no_name_is_refused(text):

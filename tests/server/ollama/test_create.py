@@ -3,15 +3,15 @@
 from pathlib import Path
 
 import pytest
-from tests.server.ollama.test_blobs import keep
-from tests.server.library.test_library import put_demo
-from tests.server.ollama.test_models import load
 
 from slotpy.demo import demo_directory
 from slotpy.engine.generation import UnloadRequest
 from slotpy.server.library.library import Library
 from slotpy.server.ollama.models import ROUTES
 from tests.server.fakes import UNLOADED, FakeServer
+from tests.server.library.test_library import put_demo
+from tests.server.ollama.test_blobs import keep
+from tests.server.ollama.test_models import load
 
 
 @pytest.fixture
@@ -155,7 +155,7 @@ def test_gguf_is_refused_by_its_bytes_and_by_its_name(server):
         assert answer.status == 400 and "GGUF" in answer.json["error"] and "safetensors" in answer.json["error"]
 
 
-@pytest.mark.parametrize("name", ["../x", "a/b", ".hidden", "slotpy-model.json", ""])
+@pytest.mark.parametrize("name", ["../x", "a/b", ".hidden", "slotpy-model.json", "", "a" * 256])
 def test_a_file_cannot_leave_its_directory(server, name):
     answer = server.post("/api/create", {"model": "g", "files": {name: "sha256:" + 64 * "0"}})
     assert answer.status == 400 and "no name" in answer.json["error"]

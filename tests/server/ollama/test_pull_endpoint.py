@@ -8,8 +8,6 @@ import time
 from pathlib import Path
 
 import pytest
-from tests.server.ollama.test_blobs import ask
-from tests.server.library.test_library import put_demo
 
 from slotpy.errors import SlotpyError
 from slotpy.hub.events import FileProgress, Status
@@ -22,6 +20,8 @@ from tests.hub import conftest as hub_fixtures
 from tests.hub.conftest import LIMITS
 from tests.hub.fault_hub import LFS_BYTES
 from tests.server.fakes import FakeServer
+from tests.server.library.test_library import put_demo
+from tests.server.ollama.test_blobs import ask
 
 hub, only_loopback = hub_fixtures.hub, hub_fixtures.only_loopback
 NAME = parse_name("org/model")
