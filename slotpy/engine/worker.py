@@ -252,12 +252,16 @@ class Worker:
 
     def _run(self) -> None:
         while not self._closing:
-            job = self._next()
-            if job is not None:
-                self._serve(job)
-            else:
-                self._idle()
+            self._take_turn()
         self._unload()
+
+    def _take_turn(self) -> None:
+        # A method, so that nothing holds on to a job, which may be large, while the next one is waited for.
+        job = self._next()
+        if job is not None:
+            self._serve(job)
+        else:
+            self._idle()
 
     def _next(self) -> Job | None:
         """Take the next job, waiting for one as long as nothing else is to be done."""

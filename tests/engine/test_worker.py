@@ -6,6 +6,7 @@ import math
 import queue
 import random
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -260,6 +261,16 @@ def test_an_error_in_a_reply_ends_it_alone_and_its_session(start, caplog):
     assert "ZeroDivisionError: bug" in caplog.text
     assert isinstance(client.ask().final(), Finished)
     assert client.model.log == ["open one 1000", "session", "session"]
+
+
+def test_a_request_is_let_go_once_it_is_over(start):
+    """It may hold a hundred megabytes, and the next one may come tomorrow."""
+    request = dataclasses.replace(HELLO)
+    gone = weakref.ref(request)
+    client = start(["Hi"])
+    assert isinstance(client.ask(request).final(), Finished)
+    del request
+    until(lambda: gone() is None)
 
 
 def test_an_error_that_the_user_can_mend_is_not_logged(start, caplog):
