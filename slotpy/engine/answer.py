@@ -111,6 +111,9 @@ def embed(work: Work, request: EmbedRequest) -> Embedded | None:
     """Embed the texts of a request; None if the work was over before. Raises what `answer` raises."""
     limit = work.context(request.context_tokens).tokens
     encoded = [encode(work.engine.tokenizer, text, limit, add_special_tokens=True) for text in request.texts]
+    empty = next((index for index, ids in enumerate(encoded) if not ids), None)
+    if empty is not None:
+        raise UsageError(f"Text {empty} of those to embed has no tokens.", hint="Leave empty texts out.")
     longest = max(map(len, encoded), default=0)
     if longest > limit and not request.truncate:
         raise PromptTooLongError(

@@ -37,7 +37,7 @@ def parse_duration(text: str) -> float:
             raise ValueError(f"time: unknown unit {json.dumps(unit, ensure_ascii=False)} in duration {shown}")
         total += float(f"{whole or 0}.{fraction or 0}") * _UNITS_S[unit]
         rest = rest[part.end() :]
-    if total >= _LIMIT_S:
+    if total > _LIMIT_S:
         raise ValueError(f"time: invalid duration {shown}")
     return sign * total
 

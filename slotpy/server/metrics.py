@@ -33,16 +33,16 @@ class Metrics:
             registry=registry,
         )
         self._speed = Histogram(
-            "slotpy_decode_tokens_per_second", "Speed of whole replies.", buckets=_TOKENS_PER_S, registry=registry
+            "slotpy_decode_tokens_per_second", "Speed of whole replies after their first token.", buckets=_TOKENS_PER_S, registry=registry
         )
         self._prefilled = Counter("slotpy_prefilled_tokens", "Prompt tokens computed.", registry=registry)
         self._generated = Counter("slotpy_generated_tokens", "Tokens generated.", registry=registry)
         self._embedded = Counter("slotpy_embedded_tokens", "Tokens of texts embedded.", registry=registry)
         self._lookups = Counter(
-            "slotpy_slot_lookups", "Experts looked up, by whether they had a slot.", ["result"], registry=registry
+            "slotpy_slot_lookups", "Experts that replies looked up, by whether they had a slot.", ["result"], registry=registry
         )
-        self._read = Counter("slotpy_read_bytes", "Bytes of experts and n-gram rows read.", registry=registry)
-        self._records = Counter("slotpy_read_records", "Experts and n-gram rows read.", registry=registry)
+        self._read = Counter("slotpy_read_bytes", "Bytes of experts and n-gram rows read for replies.", registry=registry)
+        self._records = Counter("slotpy_read_records", "Experts and n-gram rows read for replies.", registry=registry)
         self._peak = Gauge("slotpy_peak_memory_bytes", "Most memory a reply has used so far.", registry=registry)
         self._peak_bytes = 0
         registry.register(_Status(status))
@@ -70,8 +70,8 @@ class Metrics:
         self._records.inc(stats.records_read)
         self._peak_bytes = max(self._peak_bytes, stats.peak_bytes)
         self._peak.set(self._peak_bytes)
-        if stats.decode_s > 0:
-            self._speed.observe(stats.decode_tokens / stats.decode_s)
+        if stats.decode_tokens > 1:  # the first token comes of the prefill, so takes no time of its own
+            self._speed.observe((stats.decode_tokens - 1) / stats.decode_s)
 
     def render(self) -> bytes:
         """Give everything in Prometheus' text format, of CONTENT_TYPE."""

@@ -32,7 +32,7 @@ from slotpy.engine.generation import (
 )
 from slotpy.engine.loader import EngineOptions
 from slotpy.engine.sampler import SamplingParams
-from slotpy.engine.worker import Job, Worker
+from slotpy.engine.worker import IDLE_CHECK_S, Job, Worker
 from slotpy.errors import BusyError, CapacityError, SlotpyError
 from slotpy.lock import ModelLock
 from tests.engine.fake_model import DEMO, FakeModel, Gate, fail
@@ -107,8 +107,8 @@ def start() -> Iterator[Callable[..., Client]]:
         client.worker.close(0)
 
 
-def until(condition: Callable[[], object]) -> None:
-    deadline = time.monotonic() + 10
+def until(condition: Callable[[], object], seconds: float = 10) -> None:
+    deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.002)
@@ -270,7 +270,7 @@ def test_a_request_is_let_go_once_it_is_over(start):
     client = start(["Hi"])
     assert isinstance(client.ask(request).final(), Finished)
     del request
-    until(lambda: gone() is None)
+    until(lambda: gone() is None, seconds=IDLE_CHECK_S / 2)
 
 
 def test_an_error_that_the_user_can_mend_is_not_logged(start, caplog):

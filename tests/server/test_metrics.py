@@ -15,7 +15,7 @@ from slotpy.server.service import Service
 from tests.server.fakes import LOADED, TINY, FakeLibrary, FakeWorker, embedded, finished
 
 STATS = GenerationStats(
-    prefill_tokens=5, prefill_s=1.0, decode_tokens=40, decode_s=2.0, hits=30, misses=10, records_read=12,
+    prefill_tokens=5, prefill_s=1.0, decode_tokens=41, decode_s=2.0, hits=30, misses=10, records_read=12,
     bytes_read=1000, read_s=0.5, peak_bytes=7000,
 )  # fmt: skip
 
@@ -53,6 +53,11 @@ def test_a_reply_is_counted_when_it_is_finished():
     assert found["slotpy_decode_tokens_per_second_sum"] == 20.0
     assert found["slotpy_first_token_seconds_count"] == 1, "a reply has one first piece"
     assert 0 < found["slotpy_first_token_seconds_sum"] < 5
+
+
+def test_a_reply_of_one_token_has_no_speed():
+    found = run(finished(stats=dataclasses.replace(STATS, decode_tokens=1, decode_s=1e-4)))
+    assert found["slotpy_decode_tokens_per_second_count"] == 0
 
 
 def test_counts_add_up_and_the_peak_is_the_highest():
