@@ -16,6 +16,10 @@ from pathlib import Path
 
 import pytest
 
+from slotpy.demo import demo_directory
+from tests.hub.conftest import use_endpoint
+from tests.hub.fault_hub import FaultHub
+
 CLI = Path(os.environ.get("OLLAMA_CLI", Path(__file__).parents[2] / "build" / "ollama-cli" / "ollama"))
 
 pytestmark = pytest.mark.skipif(not CLI.exists(), reason=f"no Ollama command line at {CLI}: run `make test-ollama`")
@@ -214,6 +218,22 @@ def test_create_from_a_gguf_is_refused_clearly(ollama, tmp_path):
 
 def test_pull_of_what_is_here_succeeds(ollama):
     assert "success" in ollama("pull", "tinychat")
+
+
+def test_pull_draws_its_progress_and_the_model_can_be_run(ollama, environment, monkeypatch):
+    files = {path.name: path.read_bytes() for path in demo_directory().iterdir() if path.suffix != ".md"}
+    with FaultHub(files, repo="org/pulled") as hub:
+        use_endpoint(monkeypatch, hub.url)
+        shown = Terminal(["pull", "org/pulled"], environment)
+        try:
+            progress = shown.wait_for("success", timeout_s=30)
+            assert shown.close() == 0
+        finally:
+            shown.kill()
+    assert "pulling manifest" in progress and re.search(r"pulling [0-9a-f]{12}.*100%.*MB", progress)
+    assert "org/pulled:latest" in ollama("list")
+    assert "Hello" in ollama("run", "org/pulled", "--think=false", "hi")
+    assert "deleted 'org/pulled'" in ollama("rm", "org/pulled")
 
 
 def test_pull_of_an_unknown_model_fails(ollama):
