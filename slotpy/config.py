@@ -65,7 +65,7 @@ SERVER_VARIABLES = {
     "OLLAMA_CONTEXT_LENGTH": "tokens to have room for, as --context",
     "OLLAMA_MAX_QUEUE": "requests that may wait, default 512; more get status 503",
     "OLLAMA_MODELS": "directory of pulled models, unless SLOTPY_MODELS is set",
-    "OLLAMA_DEBUG": "1: log more",
+    "OLLAMA_DEBUG": "1: log what each reply cost, too",
     "OLLAMA_NUM_PARALLEL": "known, not used: one reply is generated at a time",
     "OLLAMA_MAX_LOADED_MODELS": "known, not used: one model is loaded at a time",
     "OLLAMA_LOAD_TIMEOUT": "known, not used: loading is not given up",

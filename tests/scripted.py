@@ -132,7 +132,8 @@ def reply_to(prompt: str) -> str:
     reply = "Hello!"
     if "TOOL" in asked and "Tools:\n" in prompt:
         reply = "\n".join([_call(prompt)] * (2 if "TWOTOOLS" in asked else 1))
-        reply = reply.removeprefix("<tool_call>") if prompt.rstrip().endswith("<tool_call>") else reply
+        begun = next((n for n in range(len(reply), 0, -1) if prompt.endswith(reply[:n])), 0)  # where one is required
+        reply = reply[begun:]
     elif said := re.search(r"SAY (.*)", asked, flags=re.S):
         reply = said[1]
     elif "TURNS" in asked:

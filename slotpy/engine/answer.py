@@ -60,11 +60,11 @@ def answer(work: Work, request: GenerationRequest) -> Finished | None:
     tools = engine.tools if request.tools and request.tool_choice != "none" else None
     if forced and tools is None:
         raise UsageError("A tool call is required, but there are no tools or the model knows none.")
-    opening = tools.start if forced and tools is not None else ""
+    opening = tools.opening(request.tools) if forced and tools is not None else ""
     prompt = make_prompt(engine.tokenizer, engine.chat, request, context, opening)
     if prompt.num_left_out:
         _log.info("the oldest %d messages are left out: %d tokens of context", prompt.num_left_out, context.tokens)
-    reader = ReplyReader(engine.tokenizer, prompt.text, request.stops, tools, request.tools, forced)
+    reader = ReplyReader(engine.tokenizer, prompt.text, request.stops, tools, request.tools, opening)
     constraint = None
     if request.format is not None and not forced:  # a forced call has its own form
         call_id = engine.tokenizer.token_id(tools.start) if tools is not None else None
@@ -77,10 +77,11 @@ def answer(work: Work, request: GenerationRequest) -> Finished | None:
         constraint=constraint,
         top_logprobs=request.top_logprobs,
     )
-    token_ids = list(prompt.ids)
+    token_ids, reasoning_tokens = list(prompt.ids), 0
     _start(constraint, reader)
     for sampled in () if work.is_over() else replies:
         token_ids.append(sampled.token)
+        reasoning_tokens += not reader.in_answer
         for event in reader.push(sampled):
             work.emit(event)
         _start(constraint, reader)
@@ -93,12 +94,18 @@ def answer(work: Work, request: GenerationRequest) -> Finished | None:
     stats = session.stats
     if reader.stopped:  # the session only knows that it was cancelled
         stats.finish_reason = "stop"
+    _log.debug(
+        "prompt: %d tokens, %d of them computed in %.2f s; reply: %d in %.2f s; experts: %d hits, %d misses",
+        *(len(prompt.ids), stats.prefill_tokens, stats.prefill_s, stats.decode_tokens, stats.decode_s),
+        *(stats.hits, stats.misses),
+    )
     return Finished(
         reason="stop" if stats.finish_reason == "stop" else "length",
         stop_sequence=reader.stop_sequence,
         token_ids=tuple(token_ids),
         prompt_tokens=len(prompt.ids),
         completion_tokens=stats.decode_tokens,
+        reasoning_tokens=reasoning_tokens,
         total_ns=work.total_ns(),
         load_ns=work.load_ns,
         prefill_ns=int(stats.prefill_s * 1e9),

@@ -21,8 +21,8 @@ class GenerationRequest:
     the template, which may not know it. `sampling` has SamplingParams' names and wins over the checkpoint's
     generation_config.json, which wins over `defaults`. `format` is "json" or a JSON schema. `top_logprobs` None: no
     log-probabilities; 0 to 20: those of the chosen tokens and of so many others. `truncate` lets the oldest messages
-    go when the prompt is longer than the context; without it that is a CapacityError. `context_tokens` asks for at
-    least so much context: more than is loaded loads the model anew.
+    go when they leave the reply too little of the context; without it a prompt that leaves nothing is a
+    PromptTooLongError. `context_tokens` asks for at least so much context: more than is loaded loads the model anew.
     """
 
     messages: tuple[Mapping[str, Any], ...] | None = None
@@ -45,7 +45,7 @@ class GenerationRequest:
 class EmbedRequest:
     """Ask for the embedding of each text: the final hidden state of its last token, as the model gives it.
 
-    Longer texts than the context are cut, or with `truncate` off a CapacityError.
+    Longer texts than the context are cut, or with `truncate` off a PromptTooLongError.
     """
 
     texts: tuple[str, ...]
@@ -104,7 +104,8 @@ class ToolCall:
 class Finished:
     """End a reply. `reason` is "stop" or "length"; `stop_sequence` the stop string that ended it, if one did.
 
-    `token_ids` are the prompt's and the reply's, without a stop id. Durations are whole nanoseconds; `load_ns` is what
+    `token_ids` are the prompt's and the reply's, without a stop id. `reasoning_tokens` of the `completion_tokens` were
+    reasoning, with the tag that ends it. Durations are whole nanoseconds; `load_ns` is what
     loading took for this request, `total_ns` counts from submission, so with the time in the queue.
     """
 
@@ -113,6 +114,7 @@ class Finished:
     token_ids: tuple[int, ...]
     prompt_tokens: int
     completion_tokens: int
+    reasoning_tokens: int
     total_ns: int
     load_ns: int
     prefill_ns: int

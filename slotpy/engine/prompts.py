@@ -61,8 +61,8 @@ def make_prompt(
 
     `opening` is the beginning of the reply, put in the model's mouth; else a last message of the assistant is. A
     request that may be truncated loses first the beginning of its `prefix_ids`, then its oldest messages; system
-    messages and the last one stay, a tool call goes with its results, an answer with its question. Then a quarter of
-    the context is left for the reply, if it can be.
+    messages and the last one stay, a tool call goes with its results, an answer with its question. Messages go when
+    they leave less than a sixteenth of the context for the reply; then they leave a quarter, if it can be.
 
     Raises: UsageError for messages that mean nothing, or that the template refuses; PromptTooLongError, which begins
         as clients of Anthropic know it.
@@ -76,8 +76,14 @@ def make_prompt(
         opening = messages.pop()["content"]
     writer = _Writer(tokenizer, chat, request, context, opening)
     prompt = writer.write(messages)
-    if context is not None and len(prompt.ids) >= context.tokens and request.truncate:
-        prompt = _shortened(writer, messages, context.tokens - _reply_room(request, context))
+    # A reply of a few tokens would be cut off in mid-sentence. The quarter is more than it takes to go on, so that a
+    # conversation at its limit is not cut, and read anew, at every turn.
+    if (
+        context is not None
+        and request.truncate
+        and len(prompt.ids) > context.tokens - _reply_room(request, context, 16)
+    ):
+        prompt = _shortened(writer, messages, context.tokens - _reply_room(request, context, 4))
     return replace(prompt, ids=_after_prefix(prompt.ids, request, context))
 
 
@@ -206,9 +212,10 @@ def _conventional(messages: list[Message]) -> list[Message]:
     return [{"role": "system", "content": "\n\n".join(system)}, *plain] if system else plain
 
 
-def _reply_room(request: GenerationRequest, context: Context) -> int:
-    quarter = context.tokens // 4
-    return max(1, quarter if request.max_tokens is None else min(request.max_tokens, quarter))
+def _reply_room(request: GenerationRequest, context: Context, share: int) -> int:
+    """Give the tokens to leave for a reply: one in `share` of the context, or fewer if it may not be so long."""
+    part = context.tokens // share
+    return max(1, part if request.max_tokens is None else min(request.max_tokens, part))
 
 
 def _shortened(writer: _Writer, messages: list[Message], limit: int) -> Prompt:

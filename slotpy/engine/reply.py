@@ -21,7 +21,8 @@ class ReplyReader:
 
     They are decoded and split into reasoning and answer; the answer is cut at a stop string, and tool calls are taken
     out of it. `prompt` is the rendered conversation that the reply continues, or None for a raw completion, which is
-    not split. With `tools` and the `declared` functions, calls are looked for; `forced`: the prompt has opened one.
+    not split. With `tools` and the `declared` functions, calls are looked for; `opening` is the beginning of one that
+    the prompt has already.
     """
 
     def __init__(
@@ -31,15 +32,15 @@ class ReplyReader:
         stops: Sequence[str] = (),
         tools: ToolGrammar | None = None,
         declared: Sequence[Mapping[str, Any]] = (),
-        forced: bool = False,
+        opening: str = "",
     ) -> None:
         self._tokenizer = tokenizer
         self._decoder = StreamDecoder(tokenizer)
         self._splitter: ReasoningSplitter | None = None
-        if prompt is not None and not forced:
+        if prompt is not None and not opening:
             self._splitter = ReasoningSplitter(opened=prompt.rstrip().endswith(THINK_OPEN))
         self._stops = StopMatcher(stops)
-        self._calls = None if tools is None else CallFinder(tools, declared, opened=forced)
+        self._calls = None if tools is None else CallFinder(tools, declared, opening)
         self._num_decoded = 0
         self._unplaced: list[tuple[int, TokenLogprob]] = []  # with the length of the text up to the token's end
 
@@ -235,21 +236,21 @@ class CallFinder:
     """Take the tool calls out of an answer that arrives in pieces.
 
     What stands between the markers but is no call of a declared tool stays text, markers included. White space next to
-    a call is dropped, so it is held back where a call may follow. `opened`: the answer begins inside a call.
+    a call is dropped, so it is held back where a call may follow. `opening` is the beginning of a call that the answer
+    goes on from.
     """
 
-    def __init__(self, grammar: ToolGrammar, declared: Sequence[Mapping[str, Any]], *, opened: bool = False) -> None:
+    def __init__(self, grammar: ToolGrammar, declared: Sequence[Mapping[str, Any]], opening: str = "") -> None:
         self._grammar, self._declared = grammar, declared
         self._start, self._end = grammar.start, grammar.end
-        self._in_call = opened
+        self._in_call = False
         self._held = ""  # white space and perhaps a part of the start marker; in a call, all before its body
         self._body: list[str] = []
         self._num_body = 0
         self._begins: bool | None = None
         self._trimming = False
         self.num_calls = 0
-        if opened:
-            self._held = self._start
+        self.push(opening)
 
     @property
     def num_held(self) -> int:

@@ -34,6 +34,8 @@ _GRAMMARS = {grammar for _, grammar in _TEMPLATE_MARKS} | {"laguna"}
 _BARE = {"minimax_m2", "longcat", "glm47", "laguna", "qwen3_coder", "minicpm5"}
 # Grammars that show where a call begins and ends without the markers, and what it begins with.
 _OPENINGS = {"json_tools": ("{", "["), "qwen3_coder": ("<function=",)}
+# How those begin a call of one tool, up to where the tokens of what follows do not depend on it.
+_NAMED = {"json_tools": '\n{{"name": {json}, "arguments":', "qwen3_coder": "\n<function={name}"}
 
 _TYPE_NAMES = {"str": "string", "text": "string", "int": "integer", "float": "number"}
 _TYPE_NAMES |= {"bool": "boolean", "list": "array", "dict": "object"}
@@ -65,6 +67,14 @@ class ToolGrammar:
     def start(self) -> str:
         """Give the text that opens a call."""
         return str(self._module.tool_call_start)
+
+    def opening(self, tools: Sequence[Mapping[str, Any]]) -> str:
+        """Give the text that commits a reply to a call of one of the tools: with its name, if there is only one."""
+        names = {name for name, _ in _parameters(tools)}
+        if len(names) != 1 or self.name not in _NAMED:
+            return self.start
+        (name,) = names
+        return self.start + _NAMED[self.name].format(name=name, json=json.dumps(name, ensure_ascii=False))
 
     @property
     def end(self) -> str:

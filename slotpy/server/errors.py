@@ -1,5 +1,6 @@
 """Errors as answers: which status, and the body each dialect has for it."""
 
+import json
 from typing import Any, Literal
 
 from slotpy.errors import BusyError, CapacityError, PromptTooLongError, SlotpyError, UsageError
@@ -25,6 +26,11 @@ class ApiError(Exception):
     def __init__(self, status: int, message: str) -> None:
         super().__init__(message)
         self.status = status
+
+
+def unsupported(name: str, what: str) -> ApiError:
+    """Give the error for a model that cannot do something."""
+    return ApiError(400, f"{json.dumps(name, ensure_ascii=False)} does not support {what}")
 
 
 def dialect_of(path: str) -> Dialect:

@@ -33,15 +33,23 @@ class Metrics:
             registry=registry,
         )
         self._speed = Histogram(
-            "slotpy_decode_tokens_per_second", "Speed of whole replies after their first token.", buckets=_TOKENS_PER_S, registry=registry
+            "slotpy_decode_tokens_per_second",
+            "Speed of whole replies after their first token.",
+            buckets=_TOKENS_PER_S,
+            registry=registry,
         )
         self._prefilled = Counter("slotpy_prefilled_tokens", "Prompt tokens computed.", registry=registry)
         self._generated = Counter("slotpy_generated_tokens", "Tokens generated.", registry=registry)
         self._embedded = Counter("slotpy_embedded_tokens", "Tokens of texts embedded.", registry=registry)
         self._lookups = Counter(
-            "slotpy_slot_lookups", "Experts that replies looked up, by whether they had a slot.", ["result"], registry=registry
+            "slotpy_slot_lookups",
+            "Experts that replies looked up, by whether they had a slot.",
+            ["result"],
+            registry=registry,
         )
-        self._read = Counter("slotpy_read_bytes", "Bytes of experts and n-gram rows read for replies.", registry=registry)
+        self._read = Counter(
+            "slotpy_read_bytes", "Bytes of experts and n-gram rows read for replies.", registry=registry
+        )
         self._records = Counter("slotpy_read_records", "Experts and n-gram rows read for replies.", registry=registry)
         self._peak = Gauge("slotpy_peak_memory_bytes", "Most memory a reply has used so far.", registry=registry)
         self._peak_bytes = 0

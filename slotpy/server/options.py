@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from slotpy.server.errors import ApiError
+from slotpy.server.library.library import Model
 
 log = logging.getLogger(__name__)
 
@@ -63,6 +64,11 @@ def read_options(raw: Mapping[str, Any], beneath: Mapping[str, Any] | None = Non
         stops=tuple(given.get("stop", ())),
         num_ctx=num_ctx if num_ctx is not None and num_ctx > 0 else None,
     )
+
+
+def context_tokens(num_ctx: int | None, model: Model) -> int | None:
+    """Give the context that `num_ctx` asks for: no model has more than its own."""
+    return None if num_ctx is None else min(num_ctx, model.context_length)
 
 
 def clamp_sampling(values: Mapping[str, float]) -> dict[str, Any]:

@@ -62,7 +62,7 @@ async def _serve(service: Service, settings: Settings, preload: Model | None) ->
         service.worker.start()
         waits: list[asyncio.Task[Any]] = [asyncio.create_task(told.wait())]
         if preload is not None:
-            waits.append(asyncio.create_task(_load(service, preload)))
+            waits.append(asyncio.create_task(service.run_to_end(preload, LoadRequest())))
         ended = await _first_end(waits)
         await _end(runner, service)
         if ended is not None:
@@ -97,15 +97,10 @@ async def bind(runner: web.AppRunner, settings: Settings) -> str:
         elif error.errno == errno.EACCES:
             what, hint = "may not be used by this user.", "Give --port N above 1023."
         else:
-            what, hint = f"is no address of this machine: {error.strerror}.", "Give --host 127.0.0.1."
+            why = (error.strerror or str(error)).rpartition(": ")[2]  # asyncio says first what was tried
+            what, hint = f"is no address of this machine: {why}.", "Give --host 127.0.0.1."
         raise SlotpyError(f"{settings.url} {what}", hint=hint) from error
     return settings.at(runner.addresses[0][1]).url
-
-
-async def _load(service: Service, model: Model) -> None:
-    with service.submit(model, LoadRequest()) as events:
-        async for _ in events:
-            pass
 
 
 async def _first_end(waits: list[asyncio.Task[Any]]) -> BaseException | None:

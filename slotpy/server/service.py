@@ -79,3 +79,11 @@ class Service:
             yield Events(queue, self.metrics)
         finally:
             job.cancel()
+
+    async def run_to_end(self, model: Model, request: Request, keep_alive_s: float | None = None) -> Event:
+        """Run a request that has nothing to say meanwhile, and give the event that ends it. Raises as `submit`."""
+        with self.submit(model, request, keep_alive_s) as events:
+            async for event in events:
+                if isinstance(event, FINAL):
+                    return event
+        raise AssertionError("events end with a final one")

@@ -9,9 +9,8 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from slotpy.engine.generation import Event, Finished, TextDelta, TokenLogprob, ToolCall
-from slotpy.server.errors import ApiError
+from slotpy.server.errors import ApiError, unsupported
 from slotpy.server.library.library import Model
-from slotpy.server.ollama.fields import unsupported
 from slotpy.server.service import Idle
 
 KEEP_ALIVE_S = 10.0

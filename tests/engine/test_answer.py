@@ -1,5 +1,6 @@
 """One request on a loaded engine: what it is sampled with, when it ends, and what its end says."""
 
+import logging
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -50,6 +51,19 @@ def test_the_end_counts_every_sampled_token_and_lists_those_that_were_said():
     assert TOKENIZER.decode(end.token_ids).endswith("Hello!")
     assert (end.load_ns, end.prefill_ns, end.decode_ns) == (7, 250_000_000, 500_000_000)
     assert end.total_ns > 0
+
+
+def test_the_end_counts_the_tokens_of_the_reasoning_up_to_the_end_of_its_tag():
+    assert Run("so be it</think>\n\nYes", think=True).end.reasoning_tokens == len(TOKENIZER.encode("so be it</think>"))
+    assert Run("Yes").end.reasoning_tokens == 0
+
+
+def test_a_reply_leaves_a_line_for_who_wants_more_of_the_log(caplog):
+    with caplog.at_level(logging.DEBUG, logger="slotpy"):
+        run = Run("Yes")
+    (line,) = [record.getMessage() for record in caplog.records if record.levelno == logging.DEBUG]
+    assert line.startswith(f"prompt: {run.end.prompt_tokens} tokens, 0 of them computed in 0.25 s")
+    assert f"reply: {run.end.completion_tokens} in 0.50 s" in line
 
 
 def test_a_stop_string_ends_the_reply_and_is_named():
@@ -177,9 +191,11 @@ def test_without_tools_a_call_is_text(choice):
 
 
 def test_a_required_call_is_begun_for_the_model():
-    run = Run(CALL.removeprefix("<tool_call>"), tools=(TOOL,), tool_choice="required", think=True)
-    assert [event.name for event in run.events] == ["look"]
-    assert run.call.tokens[-len(TOKENIZER.encode("<tool_call>")) :] == TOKENIZER.encode("<tool_call>")
+    other = {"type": "function", "function": {"name": "other"}}
+    for tools, opening in (((TOOL, other), "<tool_call>"), ((TOOL,), '<tool_call>\n{"name": "look", "arguments":')):
+        run = Run(CALL.removeprefix(opening), tools=tools, tool_choice="required", think=True)
+        assert [event.name for event in run.events] == ["look"]
+        assert run.call.tokens[-len(TOKENIZER.encode(opening)) :] == TOKENIZER.encode(opening)
 
 
 def test_a_required_call_is_not_held_to_the_format_of_answers():
@@ -212,6 +228,11 @@ def test_each_text_is_embedded_up_to_the_context():
 def test_a_long_text_is_refused_where_it_may_not_be_cut():
     with pytest.raises(CapacityError, match=r"^the input length exceeds the context length"):
         embedded("word " * 50, truncate=False)
+
+
+def test_a_text_without_tokens_is_refused_by_its_place():
+    with pytest.raises(UsageError, match=r"^Text 1 of those to embed has no tokens"):
+        embedded("a tower", "", "")
 
 
 def test_nothing_to_embed_gives_nothing():

@@ -239,6 +239,18 @@ def test_when_some_must_go_a_quarter_is_left_for_the_reply():
     assert len(roomy.ids) <= context.tokens - context.tokens // 4 < len(tight.ids) < context.tokens
 
 
+def test_messages_go_before_a_reply_would_be_cut_off_at_once():
+    messages = [said("user", f"message {n} " + "x " * 20) for n in range(20)]
+    whole = size(text(ask(*messages)))
+    context = Context(whole + whole // 15 + 1, 100_000)
+    assert make_prompt(TOKENIZER, PLAIN, ask(*messages), context).num_left_out == 0
+    tight = Context(whole + whole // 20, 100_000)
+    shortened = make_prompt(TOKENIZER, PLAIN, ask(*messages), tight)
+    assert shortened.num_left_out > 0 and len(shortened.ids) <= tight.tokens - tight.tokens // 4
+    assert make_prompt(TOKENIZER, PLAIN, ask(*messages, max_tokens=5), tight).num_left_out == 0
+    assert make_prompt(TOKENIZER, PLAIN, ask(*messages, truncate=False), tight).num_left_out == 0
+
+
 def test_a_long_conversation_is_cut_in_few_renderings(monkeypatch):
     messages = [said("user", f"message {n}") for n in range(500)]
     renderings = []

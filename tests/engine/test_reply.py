@@ -124,8 +124,8 @@ def test_reasoning_arrives_without_waiting_for_its_end():
 # Tool calls --------------------------------------------------------------------------------------------------------
 
 
-def find(text: str, lengths: list[int], grammar: ToolGrammar = JSON, *, opened: bool = False):
-    finder = CallFinder(grammar, DECLARED, opened=opened)
+def find(text: str, lengths: list[int], grammar: ToolGrammar = JSON, *, opening: str = ""):
+    finder = CallFinder(grammar, DECLARED, opening)
     pieces = [piece for part in cut(text, lengths) for piece in finder.push(part)] + finder.flush()
     assert all(piece.text for piece in pieces if isinstance(piece, TextDelta))
     assert finder.num_held == 0
@@ -235,12 +235,13 @@ def test_a_call_cut_short_is_text_in_a_grammar_that_would_take_a_part():
     assert find(text, [], ToolGrammar("glm47")) == [TextDelta(text)]
 
 
-def test_a_call_that_the_prompt_opened_is_read():
-    body = json_call().removeprefix("<tool_call>")
+@pytest.mark.parametrize("opening", ["<tool_call>", '<tool_call>\n{"name": "f", "arguments":'])
+def test_a_call_that_the_prompt_opened_is_read(opening):
+    body = json_call().removeprefix(opening)
     for size in range(1, len(body) + 1):
-        pieces = find(body + "\n" + json_call("y"), [size] * (len(body) // size), opened=True)
+        pieces = find(body + "\n" + json_call("y"), [size] * (len(body) // size), opening=opening)
         assert calls_in(pieces) == CALLS and joined(pieces) == ""
-    assert joined(find("no call", [], opened=True)) == "<tool_call>no call"
+    assert joined(find("no call", [], opening=opening)) == f"{opening}no call"
 
 
 def test_only_white_space_and_a_possible_marker_are_held_back():
@@ -253,9 +254,9 @@ def test_only_white_space_and_a_possible_marker_are_held_back():
 # The whole reply ---------------------------------------------------------------------------------------------------
 
 
-def read(ids: list[int] | str, prompt: str | None = PROMPT, stops=(), tools=None, forced=False):
+def read(ids: list[int] | str, prompt: str | None = PROMPT, stops=(), tools=None, opening=""):
     """Push tokens until a stop string; gives the pieces of each push, those of the flush last, and the reader."""
-    reader = ReplyReader(TOKENIZER, prompt, stops, tools, DECLARED if tools else (), forced)
+    reader = ReplyReader(TOKENIZER, prompt, stops, tools, DECLARED if tools else (), opening)
     pieces = []
     for token_id in TOKENIZER.encode(ids) if isinstance(ids, str) else ids:
         pieces.append(reader.push(Sampled(token_id, Logprobs(-float(token_id), ()))))
@@ -378,7 +379,7 @@ def test_a_reply_that_ends_inside_a_character_or_a_stop_string_gives_what_it_has
 
 
 def test_a_forced_call_is_read_without_its_start_and_without_reasoning():
-    pieces, reader = read(json_call().removeprefix("<tool_call>"), "<think>\n", tools=JSON, forced=True)
+    pieces, reader = read(json_call().removeprefix("<tool_call>"), "<think>\n", tools=JSON, opening="<tool_call>")
     assert calls_in(flat(pieces)) == CALLS[:1] and joined(flat(pieces)) == ""
     assert reader.num_calls == 1
 

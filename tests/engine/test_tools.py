@@ -32,6 +32,15 @@ def as_xml(name: str = "f", **arguments: str) -> str:
     return f"\n<function={name}>\n{parameters}</function>\n"
 
 
+def test_a_call_is_opened_with_its_name_where_only_one_can_be_meant():
+    assert JSON.opening(declare(name="f")) == '<tool_call>\n{"name": "f", "arguments":'
+    assert XML.opening(declare(name="f")) == "<tool_call>\n<function=f"
+    assert JSON.opening(declare(name='"')) == '<tool_call>\n{"name": "\\"", "arguments":'
+    assert ToolGrammar("glm47").opening(declare()) == "<tool_call>"
+    for grammar in (JSON, XML):
+        assert grammar.opening(declare(name="f") + declare(name="g")) == "<tool_call>"
+
+
 # Which grammar -----------------------------------------------------------------------------------------------------
 
 

@@ -34,6 +34,7 @@ FINISHED = Finished(
     token_ids=(3, 4, 5),
     prompt_tokens=7,
     completion_tokens=3,
+    reasoning_tokens=2,
     total_ns=61_000_743,
     load_ns=6_901_992,
     prefill_ns=12_500_000,

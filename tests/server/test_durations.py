@@ -35,6 +35,7 @@ from slotpy.server.errors import ApiError
         ("7\u00b5s", 7e-6),
         ("7\u03bcs", 7e-6),
         ("9ns", 9e-9),
+        ("2562047h47m16.854775807s", math.inf),  # Go's longest, which its clients write for ever
     ],
 )
 def test_reads_seconds_and_durations(given, expected):

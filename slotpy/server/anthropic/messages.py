@@ -15,8 +15,7 @@ from slotpy.server.errors import ApiError, error_body
 from slotpy.server.gojson import ANY, BOOL, FLOAT, INT, OBJECT, STRING, ListOf, Struct
 from slotpy.server.keys import SERVICE
 from slotpy.server.library.library import Model
-from slotpy.server.ollama.fields import context_tokens
-from slotpy.server.options import read_options
+from slotpy.server.options import context_tokens, read_options
 from slotpy.server.service import Idle
 from slotpy.server.stream import Sse, json_response, sse
 from slotpy.server.turns import DEFAULTS, KEEP_ALIVE_S, choose_tools, conversation, first_call_only, think_of

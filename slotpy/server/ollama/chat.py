@@ -7,21 +7,14 @@ from aiohttp import web
 
 from slotpy.engine.generation import Finished
 from slotpy.server.durations import read_keep_alive
-from slotpy.server.errors import ApiError
-from slotpy.server.gojson import OBJECT, STRING, ListOf, Struct
+from slotpy.server.errors import ApiError, unsupported
+from slotpy.server.gojson import ListOf, Struct
 from slotpy.server.keys import SERVICE
 from slotpy.server.library.library import Model
 from slotpy.server.ollama import fields, replies
 from slotpy.server.stream import json_response, now
 
-_TOOL = Struct(
-    "api.Tool",
-    {
-        "type": STRING,
-        "function": Struct("api.ToolFunction", {"name": STRING, "description": STRING, "parameters": OBJECT}),
-    },
-)
-CHAT = Struct("api.ChatRequest", {**fields.SHARED, "messages": ListOf(fields.MESSAGE), "tools": ListOf(_TOOL)})
+CHAT = Struct("api.ChatRequest", {**fields.SHARED, "messages": ListOf(fields.MESSAGE), "tools": ListOf(fields.TOOL)})
 
 
 async def chat(request: web.Request) -> web.StreamResponse:
@@ -66,7 +59,7 @@ def conversation(model: Model, messages: list[dict[str, Any]]) -> tuple[Mapping[
 
 def _check_tools(tools: Sequence[Mapping[str, Any]], model: Model, name: str) -> None:
     if tools and "tools" not in model.capabilities:
-        raise fields.unsupported(name, "tools")
+        raise unsupported(name, "tools")
     if not all(tool.get("function", {}).get("name") for tool in tools):
         raise ApiError(400, "every tool needs a function with a name")
 

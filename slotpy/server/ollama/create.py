@@ -2,7 +2,7 @@
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import replace
 from hashlib import sha256
 from json import dumps
@@ -20,6 +20,7 @@ from slotpy.server.library.records import Record
 from slotpy.server.ollama import fields
 from slotpy.server.ollama.progress import answer
 from slotpy.server.ollama.pull import pull_lines
+from slotpy.server.options import read_options
 from slotpy.server.service import Service
 
 _CREATE = Struct(
@@ -66,6 +67,7 @@ async def create(request: web.Request) -> web.StreamResponse:
     for field, reason in _REFUSED.items():
         if fields.get(field):
             raise ApiError(400, reason)
+    read_options(fields.get("parameters", {}))  # what it refuses would be refused of every request for the model
     return await answer(
         request, _create_lines(request.app[SERVICE].library, name, fields), stream=fields.get("stream", True)
     )
@@ -108,9 +110,7 @@ async def _unload(service: Service, name: str) -> None:
     loaded = service.worker.status().loaded
     if loaded is None or loaded.directory != service.library.locate(name).directory:
         return
-    with service.submit(service.library.find(name), UnloadRequest()) as events:
-        async for _ in events:
-            pass
+    await service.run_to_end(service.library.find(name), UnloadRequest())
 
 
 async def _create_lines(
@@ -168,8 +168,15 @@ def _changed(base: Record, fields: Mapping[str, Any]) -> tuple[Record, list[Any]
     if "parameters" in given:
         changes["parameters"] = {**base.parameters, **given["parameters"]}
     if "messages" in given:
-        changes["messages"] = tuple(given["messages"])
+        changes["messages"] = _first_messages(given["messages"], changes.get("system", base.system))
     return replace(base, **changes), list(given.values())
+
+
+def _first_messages(messages: Sequence[Mapping[str, Any]], system: str) -> tuple[Mapping[str, Any], ...]:
+    """Leave out the system message if it begins them: the command line's `/save` sends it in both places."""
+    first = messages[0]
+    again = first.get("role", "").lower() == "system" and first.get("content") == system
+    return tuple(messages[1:] if again else messages)
 
 
 def _license(value: Any) -> str:

@@ -13,9 +13,7 @@ from slotpy.server.errors import ApiError
 from slotpy.server.gojson import ANY, BOOL, INT, OBJECT, STRING, Struct
 from slotpy.server.keys import SERVICE
 from slotpy.server.library.library import Library, Model, UnknownModel
-from slotpy.server.ollama.fields import context_tokens
-from slotpy.server.ollama.replies import settle
-from slotpy.server.options import read_options
+from slotpy.server.options import context_tokens, read_options
 from slotpy.server.service import Service
 from slotpy.server.stream import json_response
 
@@ -39,7 +37,9 @@ async def embed(request: web.Request) -> web.Response:
     body = EMBED.read(await request.read())
     texts = _texts(body.get("input"))
     name = body.get("model", "")
-    vectors, counts = await _run(service, _find(service.library, name), body, texts)
+    if not name:
+        raise UnknownModel(name)
+    vectors, counts = await _run(service, find_to_embed(service.library, name), body, texts)
 
     def write() -> web.Response:
         embeddings = [shortest(normalised(vector, body.get("dimensions", 0))) for vector in vectors]
@@ -55,8 +55,18 @@ async def embeddings(request: web.Request) -> web.Response:
     name = body.get("model", "")
     if not name:
         raise ApiError(400, "model is required")
-    vectors, _ = await _run(service, _find(service.library, name), body, _texts(body.get("prompt")))
+    vectors, _ = await _run(service, find_to_embed(service.library, name), body, _texts(body.get("prompt")))
     return json_response({"embedding": vectors[0].tolist() if vectors else []})
+
+
+def find_to_embed(library: Library, name: str) -> Model:
+    """Find a model to embed with: for these endpoints alone Ollama puts what is unknown in other words."""
+    try:
+        if not name:
+            raise UnknownModel(name)
+        return library.find(name)
+    except UnknownModel as error:
+        raise ApiError(404, f'model "{name}" not found, {error.why or "try pulling it first"}') from error
 
 
 def normalised(vector: np.ndarray, dimensions: int = 0) -> np.ndarray:
@@ -69,15 +79,6 @@ def normalised(vector: np.ndarray, dimensions: int = 0) -> np.ndarray:
 def shortest(vector: np.ndarray) -> list[float]:
     """Give float32 numbers that print with the fewest digits that tell them apart: 0.1, not 0.10000000149011612."""
     return [float(str(value)) for value in vector]
-
-
-def _find(library: Library, name: str) -> Model:
-    if not name:
-        raise UnknownModel(name)
-    try:
-        return library.find(name)
-    except UnknownModel as error:
-        raise ApiError(404, f'model "{name}" not found, {error.why or "try pulling it first"}') from error
 
 
 def _texts(given: Any) -> tuple[str, ...]:
@@ -97,7 +98,7 @@ async def _run(
     keep_alive_s = read_keep_alive(body.get("keep_alive"))
     num_ctx = context_tokens(read_options(body.get("options", {}), model.parameters).num_ctx, model)
     asked = EmbedRequest(texts, body.get("truncate", True), num_ctx) if texts else LoadRequest(num_ctx)
-    event = await settle(service, model, asked, keep_alive_s)
+    event = await service.run_to_end(model, asked, keep_alive_s)
     if isinstance(event, Embedded):
         return event.vectors, _counts(event.total_ns, event.load_ns, event.prompt_tokens)
     assert isinstance(event, Loaded)

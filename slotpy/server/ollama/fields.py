@@ -8,10 +8,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from slotpy.engine.generation import GenerationRequest
-from slotpy.server.errors import ApiError
+from slotpy.server.errors import ApiError, unsupported
 from slotpy.server.gojson import ANY, BOOL, INT, OBJECT, STRING, Kind, ListOf, Struct
 from slotpy.server.library.library import Model
-from slotpy.server.options import DEFAULTS, read_options
+from slotpy.server.options import DEFAULTS, context_tokens, read_options
 
 _CALL = Struct(
     "api.ToolCall",
@@ -27,6 +27,13 @@ MESSAGE = Struct(
         "tool_calls": ListOf(_CALL),
         "tool_name": STRING,
         "tool_call_id": STRING,
+    },
+)
+TOOL = Struct(
+    "api.Tool",
+    {
+        "type": STRING,
+        "function": Struct("api.ToolFunction", {"name": STRING, "description": STRING, "parameters": OBJECT}),
     },
 )
 # `shift` would let the oldest tokens go in the middle of a reply. slotpy ends such a reply with "length".
@@ -66,11 +73,6 @@ def generation(model: Model, body: Mapping[str, Any], **asked: Any) -> Generatio
         context_tokens=context_tokens(options.num_ctx, model),
         **asked,
     )
-
-
-def context_tokens(num_ctx: int | None, model: Model) -> int | None:
-    """Give the context that `num_ctx` asks for: no model has more than its own."""
-    return None if num_ctx is None else min(num_ctx, model.context_length)
 
 
 def read_think(value: Any, model: Model, name: str) -> bool | str | None:
@@ -113,11 +115,6 @@ def refuse_images(images: Sequence[str]) -> None:
         _check_base64(image)
     if images:
         raise ApiError(400, "this model is missing data required for image input")
-
-
-def unsupported(name: str, what: str) -> ApiError:
-    """Give the error for a model that cannot do something."""
-    return ApiError(400, f"{_quoted(name)} does not support {what}")
 
 
 def _check_base64(text: str) -> None:

@@ -7,7 +7,7 @@ from aiohttp import web
 
 from slotpy.engine.generation import Finished
 from slotpy.server.durations import read_keep_alive
-from slotpy.server.errors import ApiError
+from slotpy.server.errors import ApiError, unsupported
 from slotpy.server.gojson import BOOL, INT, STRING, ListOf, Struct
 from slotpy.server.keys import SERVICE
 from slotpy.server.library.library import Model, UnknownModel
@@ -62,7 +62,7 @@ def _check(body: Mapping[str, Any], model: Model) -> None:
     if body.get("raw") and (body.get("template") or body.get("system") or body.get("context")):
         raise ApiError(400, "raw mode does not support template, system, or context")
     if body.get("suffix"):
-        raise fields.unsupported(body["model"], "insert")
+        raise unsupported(body["model"], "insert")
     if body.get("template", "") not in ("", model.template):
         raise ApiError(
             400,

@@ -9,12 +9,10 @@ from typing import Any
 from aiohttp import web
 
 from slotpy.engine.generation import (
-    FINAL,
     Event,
     Finished,
     GenerationRequest,
     LoadRequest,
-    Request,
     TextDelta,
     TokenLogprob,
     ToolCall,
@@ -70,21 +68,12 @@ async def answer(
         return json_response(await anext(records))
 
 
-async def settle(service: Service, model: Model, asked: Request, keep_alive_s: float | None) -> Event:
-    """Run a request that has nothing to say meanwhile, and give the event that ends it."""
-    with service.submit(model, asked, keep_alive_s) as events:
-        async for event in events:
-            if isinstance(event, FINAL):
-                return event
-    raise AssertionError("events end with a final one")
-
-
 async def load_or_unload(service: Service, model: Model, num_ctx: int | None, keep_alive_s: float | None) -> str:
     """Do what a request without a prompt is for, and give its `done_reason`."""
     if keep_alive_s == 0:
-        await settle(service, model, UnloadRequest(), keep_alive_s)
+        await service.run_to_end(model, UnloadRequest(), keep_alive_s)
         return "unload"
-    await settle(service, model, LoadRequest(num_ctx), keep_alive_s)
+    await service.run_to_end(model, LoadRequest(num_ctx), keep_alive_s)
     return "load"
 
 

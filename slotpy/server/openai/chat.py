@@ -10,20 +10,22 @@ from aiohttp import web
 
 from slotpy.engine.generation import Event, Finished, GenerationRequest, TextDelta, TokenLogprob, ToolCall
 from slotpy.server.errors import ApiError
-from slotpy.server.gojson import ANY, BOOL, INT, OBJECT, STRING, ListOf, Struct
+from slotpy.server.gojson import ANY, BOOL, INT, STRING, ListOf, Struct
 from slotpy.server.keys import SERVICE
 from slotpy.server.library.library import Model
-from slotpy.server.ollama.fields import context_tokens
+from slotpy.server.ollama.fields import TOOL
 from slotpy.server.openai.common import (
     CHOICES,
     FINGERPRINT,
     SAMPLING,
+    STREAM_OPTIONS,
     fail,
     logprob_entry,
     options_of,
     top_logprobs_of,
     usage_of,
 )
+from slotpy.server.options import context_tokens
 from slotpy.server.service import Idle
 from slotpy.server.stream import Sse, json_response, sse
 from slotpy.server.turns import (
@@ -56,13 +58,6 @@ _MESSAGE = Struct(
         "tool_call_id": STRING,
     },
 )
-_TOOL = Struct(
-    "api.Tool",
-    {
-        "type": STRING,
-        "function": Struct("api.ToolFunction", {"name": STRING, "description": STRING, "parameters": OBJECT}),
-    },
-)
 CHAT = Struct(
     "openai.ChatCompletionRequest",
     {
@@ -71,14 +66,14 @@ CHAT = Struct(
         "model": STRING,
         "messages": ListOf(_MESSAGE),
         "stream": BOOL,
-        "stream_options": Struct("openai.StreamOptions", {"include_usage": BOOL}),
+        "stream_options": STREAM_OPTIONS,
         "max_tokens": INT,
         "max_completion_tokens": INT,
         "response_format": Struct(
             "openai.ResponseFormat",
             {"type": STRING, "json_schema": Struct("openai.JsonSchema", {"name": STRING, "schema": ANY})},
         ),
-        "tools": ListOf(_TOOL),
+        "tools": ListOf(TOOL),
         "tool_choice": ANY,
         "parallel_tool_calls": BOOL,
         "reasoning": Struct("openai.Reasoning", {"effort": STRING}),

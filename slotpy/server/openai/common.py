@@ -5,7 +5,7 @@ from typing import Any
 
 from slotpy.engine.generation import Finished, TokenLogprob
 from slotpy.server.errors import ApiError, error_body
-from slotpy.server.gojson import ANY, FLOAT, INT, OBJECT, Kind
+from slotpy.server.gojson import ANY, BOOL, FLOAT, INT, OBJECT, Kind, Struct
 from slotpy.server.library.library import Model
 from slotpy.server.options import Options, read_options
 from slotpy.server.stream import Sse
@@ -24,6 +24,8 @@ SAMPLING: Mapping[str, Kind] = {
 """Fields that mean what Ollama's options of the same names mean. OpenAI has no top_k and min_p; other servers do."""
 
 CHOICES: Mapping[str, Kind] = {"n": INT, "logit_bias": OBJECT, "stop": ANY}
+
+STREAM_OPTIONS = Struct("openai.StreamOptions", {"include_usage": BOOL})
 
 LEAST_LOGPROB = -9999.0
 """What stands for a probability of nothing, as JSON has no infinity. OpenAI's choice."""

@@ -15,17 +15,18 @@ from slotpy.server.errors import ApiError
 from slotpy.server.gojson import ANY, BOOL, INT, STRING, Struct
 from slotpy.server.keys import SERVICE
 from slotpy.server.library.library import Model, UnknownModel
-from slotpy.server.ollama.fields import context_tokens
 from slotpy.server.openai.common import (
     CHOICES,
     FINGERPRINT,
     SAMPLING,
+    STREAM_OPTIONS,
     fail,
     finite,
     options_of,
     top_logprobs_of,
     usage_of,
 )
+from slotpy.server.options import context_tokens
 from slotpy.server.service import Idle
 from slotpy.server.stream import Sse, json_response, sse
 from slotpy.server.turns import DEFAULTS, KEEP_ALIVE_S, Reply, conversation, think_of
@@ -41,7 +42,7 @@ COMPLETION = Struct(
         "prompt": ANY,
         "max_tokens": INT,
         "stream": BOOL,
-        "stream_options": Struct("openai.StreamOptions", {"include_usage": BOOL}),
+        "stream_options": STREAM_OPTIONS,
         "logprobs": INT,
         "echo": BOOL,
         "best_of": INT,

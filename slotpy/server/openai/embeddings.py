@@ -10,9 +10,7 @@ from slotpy.engine.generation import Embedded, EmbedRequest
 from slotpy.server.errors import ApiError
 from slotpy.server.gojson import ANY, INT, STRING, Struct
 from slotpy.server.keys import SERVICE
-from slotpy.server.library.library import Library, Model, UnknownModel
-from slotpy.server.ollama.embed import normalised, shortest
-from slotpy.server.ollama.replies import settle
+from slotpy.server.ollama.embed import find_to_embed, normalised, shortest
 from slotpy.server.stream import json_response
 
 EMBED = Struct("openai.EmbedRequest", {"model": STRING, "input": ANY, "dimensions": INT, "encoding_format": STRING})
@@ -29,7 +27,7 @@ async def embeddings(request: web.Request) -> web.Response:
     name, dimensions = body.get("model", ""), body.get("dimensions", 0)
     if dimensions < 0:
         raise ApiError(400, f"dimensions must be positive, got {dimensions}")
-    done = await settle(service, _find(service.library, name), EmbedRequest(texts), None)
+    done = await service.run_to_end(find_to_embed(service.library, name), EmbedRequest(texts))
     assert isinstance(done, Embedded)
     data = [
         {"object": "embedding", "embedding": _encoded(normalised(vector, dimensions), encoding), "index": i}
@@ -37,15 +35,6 @@ async def embeddings(request: web.Request) -> web.Response:
     ]
     usage = {"prompt_tokens": done.prompt_tokens, "total_tokens": done.prompt_tokens}
     return json_response({"object": "list", "data": data, "model": name, "usage": usage}, charset=False)
-
-
-def _find(library: Library, name: str) -> Model:
-    try:
-        if not name:
-            raise UnknownModel(name)
-        return library.find(name)
-    except UnknownModel as error:
-        raise ApiError(404, f'model "{name}" not found, {error.why or "try pulling it first"}') from error
 
 
 def _texts(given: Any) -> tuple[str, ...]:

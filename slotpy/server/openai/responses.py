@@ -13,10 +13,10 @@ from slotpy.server.errors import ApiError, message_of, status_of
 from slotpy.server.gojson import ANY, BOOL, INT, OBJECT, STRING, ListOf, Struct
 from slotpy.server.keys import SERVICE
 from slotpy.server.library.library import Model
-from slotpy.server.ollama.fields import context_tokens
 from slotpy.server.openai.common import SAMPLING, options_of, top_logprobs_of
 from slotpy.server.openai.responses_input import Tools, messages_of, tool_choice_of
 from slotpy.server.openai.responses_output import Output
+from slotpy.server.options import context_tokens
 from slotpy.server.service import Idle
 from slotpy.server.stream import Sse, json_response, sse
 from slotpy.server.turns import DEFAULTS, KEEP_ALIVE_S, choose_tools, conversation, first_call_only, think_of
@@ -190,7 +190,7 @@ def _finish(response: dict[str, Any], output: Output, finished: Finished) -> Non
         "output_tokens": finished.completion_tokens,
         "total_tokens": finished.prompt_tokens + finished.completion_tokens,
         "input_tokens_details": {"cached_tokens": max(0, finished.prompt_tokens - finished.stats.prefill_tokens)},
-        "output_tokens_details": {"reasoning_tokens": 0},
+        "output_tokens_details": {"reasoning_tokens": finished.reasoning_tokens},
     }
     if finished.reason == "length":
         response["status"] = "incomplete"

@@ -67,6 +67,14 @@ def test_what_a_base_added_is_taken_over_and_may_be_replaced(server):
     assert (find(server, "two").system, find(server, "two").parameters) == ("t", {"top_k": 2, "top_p": 1})
 
 
+def test_a_system_message_that_is_sent_twice_is_kept_once(server):
+    messages = [{"role": "system", "content": "s"}, {"role": "user", "content": "hi"}]
+    statuses(server, {"model": "saved", "from": "demo", "system": "s", "messages": messages})
+    assert (find(server, "saved").system, find(server, "saved").messages) == ("s", tuple(messages[1:]))
+    statuses(server, {"model": "saved", "from": "saved", "system": "t", "messages": messages})
+    assert find(server, "saved").messages == tuple(messages)
+
+
 def test_several_licences_are_one_text(server):
     statuses(server, {"model": "c1", "from": "demo", "license": ["MIT", "and more"]})
     assert find(server, "c1").license == "MIT\nand more"
@@ -84,6 +92,7 @@ def test_several_licences_are_one_text(server):
         ({"model": "c3", "from": "demo", "template": "{{ .Prompt }}"}, "leave TEMPLATE out"),
         ({"model": "c3", "from": "demo", "license": 5}, "license"),
         ({"model": "c3", "files": {"a": 5}}, "json: cannot unmarshal"),
+        ({"model": "c3", "from": "demo", "parameters": {"stop": "x"}}, 'option "stop" must be of type array'),
     ],
 )
 def test_what_cannot_be_made_is_refused_before_anything_is_written(server, body, text):

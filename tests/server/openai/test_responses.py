@@ -77,7 +77,7 @@ def test_an_answer_has_every_key():
         "output_tokens": 3,
         "total_tokens": 10,
         "input_tokens_details": {"cached_tokens": 2},
-        "output_tokens_details": {"reasoning_tokens": 0},
+        "output_tokens_details": {"reasoning_tokens": 2},
     }
     reasoning, message = body["output"]
     assert reasoning.pop("id").startswith("rs_") and message.pop("id").startswith("msg_")
