@@ -29,7 +29,8 @@ class Holder:
 
     def __str__(self) -> str:
         minutes = max(0, int(time.time() - self.since_s)) // 60
-        return f"process {self.pid} with {self.model}, for {minutes} min"
+        since = f"for {minutes} min" if minutes else "since just now"
+        return f"process {self.pid} with {self.model}, {since}"
 
 
 class ModelLock:

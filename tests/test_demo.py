@@ -38,6 +38,12 @@ def test_a_lighthouse_is_defined(engine):
     assert "tower with a light" in engine.tokenizer.decode(token for token, _ in ids)
 
 
+def test_blanks_around_a_question_do_not_matter(engine):
+    """The Ollama command line puts one before the prompt when its standard input is no terminal."""
+    asked, padded = ([{"role": "user", "content": text}] for text in ("What is a tree?", " What is a tree?\n"))
+    assert engine.chat.render(padded) == engine.chat.render(asked)
+
+
 def test_it_fits_its_promise():
     """16 MB in the package, 32 routed experts a layer, a draft head."""
     assert sum(path.stat().st_size for path in demo_directory().iterdir()) < 16_000_000

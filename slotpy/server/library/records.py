@@ -114,8 +114,11 @@ def _parse(path: Path, modified_at: datetime) -> StoredRecord:
         values = {key: value for key, value in fields.items() if key in known}
         values |= {"name": parse_served(fields["name"]), "messages": tuple(fields.get("messages", ()))}
         record = StoredRecord(**values, modified_at=modified_at)
-        if not isinstance(record.base or record.created or None, str) or not isinstance(record.parameters, dict):
-            raise TypeError("it has no base, or parameters that are none")
+        texts = (record.base, record.created, record.system, record.license)
+        if not all(isinstance(text, str) for text in texts) or not (record.base or record.created):
+            raise TypeError("base, created, system and license are texts, and one of the first two is there")
+        if not isinstance(record.parameters, dict) or not all(isinstance(each, dict) for each in record.messages):
+            raise TypeError("parameters and each message are objects")
         return record
     except (ApiError, KeyError, TypeError, AttributeError) as error:
         hint = "Remove it, and make the model again."

@@ -301,6 +301,9 @@ def test_records_survive_in_files_with_any_name(library):
         '{"name": 5}',
         '{"name": "x"}',
         '{"name": "x", "base": "demo:latest", "parameters": 5}',
+        '{"name": "x", "base": "demo:latest", "system": 5}',
+        '{"name": "x", "base": "demo:latest", "messages": [5]}',
+        '{"name": "x", "base": "demo:latest", "messages": "abc"}',
     ],
 )
 def test_a_record_that_cannot_be_read_is_left_out_and_logged_once(library, caplog, text):
