@@ -10,6 +10,9 @@ PREFILL_CHUNK_TOKENS = 512
 PREFILL_PRODUCT = 1 << 23
 """Bound on pass tokens x context tokens, so on attention's memory: passes of 512 up to 16,384 tokens, then shorter."""
 
+SESSION_MARKS = 3
+"""Places that a session can go back to. Each costs the fixed part of its state: 116 MB for Flash-Next."""
+
 ROW_CACHE_BYTES = 64 << 20
 """Slot memory for n-gram rows. Row ids are hashes, so only repeated n-grams hit: a small cache does as well."""
 

@@ -181,7 +181,7 @@ def test_each_resize_is_one_log_line_with_reason_and_sizes(caplog):
     with caplog.at_level(logging.WARNING):
         resize = world.after(15)
     assert [record.getMessage() for record in caplog.records] == [str(resize)]
-    assert str(resize).startswith("slots resized: available now is the limit now: 27.")
+    assert str(resize).startswith("slots resized: available now is the limit now: 26.8 GiB to ")
     assert f"({resize.from_slots} to {resize.to_slots} slots" in str(resize)
     shown = world.governor.as_dict()
     assert (shown["num_slots"], len(shown["resizes"])) == (world.slots, 1)

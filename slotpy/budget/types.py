@@ -16,7 +16,7 @@ class Sizes:
     The state of one sequence is `state_bytes` plus `state_token_bytes` for each token of context. One prefill pass
     works in `workspace_bytes` plus `workspace_token_bytes` for each token of context, but at most
     `workspace_limit_bytes`; loading, before that, in `loading_bytes`. `table_bytes` is the n-gram table on disk.
-    `prefix_cache_bytes` and `draft_bytes` are 0 until those parts exist.
+    `prefix_cache_bytes` are for the places that a session can go back to; `draft_bytes` is 0 until that part exists.
     """
 
     resident_bytes: int

@@ -41,6 +41,7 @@ _FLASH_NEXT = PublishedModel(
         loading_bytes=715_161_600,
         allocator_cache_bytes=config.ALLOCATOR_CACHE_BYTES,
         max_context_tokens=262_144,
+        prefix_cache_bytes=config.SESSION_MARKS * 115_642_368,
     ),
 )
 

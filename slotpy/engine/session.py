@@ -14,6 +14,7 @@ from slotpy.engine.loader import LoadedModel
 from slotpy.engine.sampler import Logprobs, Sampled, Sampler, SamplingParams
 from slotpy.errors import PromptTooLongError, UsageError
 from slotpy.machine import hardware
+from slotpy.models.qwen4_exp import StateMark
 
 
 @dataclass
@@ -59,6 +60,7 @@ class Session:
     def _reset(self) -> None:
         self.tokens: list[int] = []
         self._state = self._model.new_state()
+        self._marks: dict[int, StateMark] = {}  # by the number of tokens before them
 
     def cancel(self) -> None:
         """Ask the running generation to end after its current step. Safe from a signal handler or another thread."""
@@ -128,19 +130,45 @@ class Session:
     def prefill(self, tokens: Sequence[int]) -> np.ndarray | None:
         """Consume tokens in passes and give the logits (V,) float32 after the last, or None when cancelled.
 
-        The last token is always computed: where the session already consumed it, it starts anew.
+        Goes on from what the session has consumed, or from a mark before the first token that differs.
         """
-        done = len(self.tokens)
-        if done >= len(tokens) or self.tokens != list(tokens[:done]):
-            self._reset()
-            done = 0
+        done = self._go_back(tokens)
         logits = None
-        for chunk, upcoming in _passes(tokens, done):
+        for chunk, upcoming, is_whole in _passes(tokens, done):
             if self._cancelled:
                 return None
+            begun = len(self.tokens)
             logits = self.step(chunk, upcoming=upcoming)
             self.stats.prefill_tokens += len(chunk)
+            if is_whole and begun == max(self._marks, default=0):
+                self._mark()
         return logits
+
+    def _go_back(self, tokens: Sequence[int]) -> int:
+        """Forget what `tokens` does not go on from; gives how many of them are consumed, never all."""
+        num_common = _num_common(self.tokens, tokens)
+        if num_common == len(self.tokens) < len(tokens):
+            return num_common
+        kept = [position for position in self._marks if position <= num_common and position < len(tokens)]
+        if not kept:
+            self._reset()
+            return 0
+        self._marks = {position: self._marks[position] for position in kept}
+        self.tokens = self.tokens[: max(kept)]
+        self._state.rewind(self._marks[max(kept)])
+        return max(kept)
+
+    def _mark(self) -> None:
+        """Remember this place: the end of a pass that a new session would make too, so that the bits are the same.
+
+        Few marks are kept, the denser the nearer to the end: most conversations change there.
+        """
+        end = len(self.tokens)
+        self._marks[end] = self._state.mark()
+        if len(self._marks) > config.SESSION_MARKS:
+            places = [0, *self._marks]
+            gaps = {b: (c - a) / (end - a) for a, b, c in zip(places, places[1:], places[2:], strict=False)}
+            del self._marks[min(gaps, key=lambda place: gaps[place])]
 
     def step(self, tokens: Sequence[int], *, upcoming: Sequence[int] = ()) -> np.ndarray:
         """Run tokens through the model and give the logits (V,) float32 after the last; `upcoming` tokens come next.
@@ -160,7 +188,7 @@ class Session:
         self._check_memory(True)
         self._reset()
         hidden = None
-        for chunk, upcoming in _passes(tokens, 0):
+        for chunk, upcoming, _ in _passes(tokens, 0):
             if self._cancelled:
                 hidden = None
                 break
@@ -205,13 +233,27 @@ def _ids(tokens: Sequence[int]) -> np.ndarray:
     return np.array(tokens, dtype=np.int64)
 
 
-def _passes(tokens: Sequence[int], done: int) -> Iterator[tuple[Sequence[int], Sequence[int]]]:
-    """Cut the tokens that are not done yet into the chunks of a prefill, each with the tokens that come after it."""
-    while done < len(tokens):
-        end = done + budget.pass_tokens(done, config.PREFILL_CHUNK_TOKENS, config.PREFILL_PRODUCT)
-        chunk = tokens[done:end]
-        yield chunk, tokens[end : end + len(chunk)]
-        done = end
+def _passes(tokens: Sequence[int], done: int) -> Iterator[tuple[Sequence[int], Sequence[int], bool]]:
+    """Cut the tokens that are not done yet into the chunks of a prefill: (chunk, the next one, whether it is whole).
+
+    The chunks end where those of a new session end, whatever is done already.
+    """
+    start, end = 0, _pass_end(0)
+    while start < len(tokens):
+        following = _pass_end(end)
+        if end > done:
+            yield tokens[max(start, done) : end], tokens[end:following], end <= len(tokens)
+        start, end = end, following
+
+
+def _pass_end(start: int) -> int:
+    return start + budget.pass_tokens(start, config.PREFILL_CHUNK_TOKENS, config.PREFILL_PRODUCT)
+
+
+def _num_common(one: Sequence[int], other: Sequence[int]) -> int:
+    """Count the tokens at the beginning that are the same."""
+    differing = (i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b)
+    return next(differing, min(len(one), len(other)))
 
 
 @dataclass(frozen=True)

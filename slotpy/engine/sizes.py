@@ -38,6 +38,7 @@ def measure(checkpoint: Checkpoint, *, on_cpu: bool, float32: bool = False) -> S
         loading_bytes=2 * largest,  # read, copied into MLX's memory, and perhaps widened from there
         allocator_cache_bytes=config.ALLOCATOR_CACHE_BYTES,
         max_context_tokens=c.max_position_embeddings,
+        prefix_cache_bytes=config.SESSION_MARKS * fixed_state_bytes(c, value_bytes),
     )
 
 

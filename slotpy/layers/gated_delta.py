@@ -25,6 +25,13 @@ class GatedDeltaState:
     conv: mx.array
     recurrent: mx.array
 
+    def mark(self) -> "GatedDeltaState":
+        """Remember where the state is: its arrays never change, a step makes new ones."""
+        return GatedDeltaState(self.conv, self.recurrent)
+
+    def rewind(self, mark: "GatedDeltaState") -> None:
+        self.conv, self.recurrent = mark.conv, mark.recurrent
+
 
 @dataclass(frozen=True)
 class GatedDeltaShape:

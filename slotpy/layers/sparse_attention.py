@@ -37,6 +37,20 @@ class GrowingArray:
     def view(self) -> mx.array:
         return self._array[: self.length]
 
+    def cut(self, length: int) -> None:
+        """Forget the rows from `length` on. Those before stay where they are."""
+        assert length <= self.length
+        self.length = length
+
+
+@dataclass(frozen=True)
+class SparseAttentionMark:
+    """Remember where a state was: what grows by its length, the open block by itself."""
+
+    num_tokens: int
+    num_blocks: int
+    open_keys: mx.array
+
 
 @dataclass
 class SparseAttentionState:
@@ -52,6 +66,16 @@ class SparseAttentionState:
 
     def arrays(self) -> list[mx.array]:
         return [self.keys._array, self.values._array, self.block_keys._array, self.open_keys]
+
+    def mark(self) -> SparseAttentionMark:
+        return SparseAttentionMark(self.keys.length, self.block_keys.length, self.open_keys)
+
+    def rewind(self, mark: SparseAttentionMark) -> None:
+        """Go back to where the state was at `mark`."""
+        self.keys.cut(mark.num_tokens)
+        self.values.cut(mark.num_tokens)
+        self.block_keys.cut(mark.num_blocks)
+        self.open_keys = mark.open_keys
 
 
 @dataclass(frozen=True)

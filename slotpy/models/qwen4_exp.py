@@ -19,11 +19,28 @@ from slotpy.layers.hyper_connection import HyperConnection
 from slotpy.layers.ngram import NgramBlock, NgramState, PendingRows, StreamedRows
 from slotpy.layers.norm import scaled_rms_norm
 from slotpy.layers.rotary import Rotary
-from slotpy.layers.sparse_attention import Indexer, SparseAttention, SparseAttentionState, StepPositions
+from slotpy.layers.sparse_attention import (
+    Indexer,
+    SparseAttention,
+    SparseAttentionMark,
+    SparseAttentionState,
+    StepPositions,
+)
 from slotpy.layers.switch import SharedExpert, StreamedExperts, StreamedMoE
 from slotpy.models.weights import Weights
 
 NO_TOKENS = np.empty(0, dtype=np.int64)
+
+
+@dataclass(frozen=True)
+class StateMark:
+    """Remember where a state was. Holds what cannot be cut back: everything but keys and values."""
+
+    mixers: tuple[GatedDeltaState | SparseAttentionMark, ...]
+    ngram_conv: mx.array
+    token_history: np.ndarray
+    num_tokens: int
+    open_positions: np.ndarray
 
 
 @dataclass
@@ -45,6 +62,23 @@ class Qwen4ExpState:
         for mixer in self.mixers:
             found += mixer.arrays() if isinstance(mixer, SparseAttentionState) else [mixer.conv, mixer.recurrent]
         return found
+
+    def mark(self) -> StateMark:
+        """Remember where the state is, between two steps. Costs the memory of its fixed part, and no copy."""
+        return StateMark(
+            mixers=tuple(mixer.mark() for mixer in self.mixers),
+            ngram_conv=self.ngram.conv,
+            token_history=self.token_history,
+            num_tokens=self.num_tokens,
+            open_positions=self.open_positions,
+        )
+
+    def rewind(self, mark: StateMark) -> None:
+        """Go back to a mark of this state; marks made later mean nothing from then on."""
+        for mixer, then in zip(self.mixers, mark.mixers, strict=True):
+            mixer.rewind(then)  # type: ignore[arg-type]  # each gets its own kind back
+        self.ngram.conv, self.token_history = mark.ngram_conv, mark.token_history
+        self.num_tokens, self.open_positions = mark.num_tokens, mark.open_positions
 
 
 @dataclass

@@ -8,6 +8,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
+from slotpy import config
 from slotpy.engine.loader import EngineOptions, load
 from slotpy.engine.sampler import SamplingParams
 from slotpy.engine.session import Session
@@ -55,6 +56,77 @@ def test_reply_ends_at_the_length_limit(session):
 def test_reply_never_passes_the_context(session, loaded):
     room = loaded.context_tokens - len(PROMPT)
     assert len(greedy(session, PROMPT, None)) == room
+
+
+# Going back -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def short_passes(monkeypatch):
+    """Passes of eight tokens, so that a short prompt has several."""
+    monkeypatch.setattr(config, "PREFILL_CHUNK_TOKENS", 8)
+
+
+def logits(session, tokens):
+    found = session.prefill(tokens).tobytes()
+    computed, session.stats.prefill_tokens = session.stats.prefill_tokens, 0
+    return found, computed
+
+
+def fresh(loaded, tokens):
+    return logits(Session(loaded, num_valid_ids=256), tokens)[0]
+
+
+@pytest.mark.parametrize(("num_common", "num_computed"), [(19, 16 + 20 - 32), (16, 4), (15, 12), (9, 12), (7, 20)])
+def test_a_prompt_that_differs_goes_on_from_the_last_pass_that_is_the_same(
+    session, loaded, short_passes, num_common, num_computed
+):
+    greedy(session, PROMPT, 6)
+    other = [*PROMPT[:num_common], *(token ^ 1 for token in PROMPT[num_common:])]
+    session.stats.prefill_tokens = 0
+    assert logits(session, other) == (fresh(loaded, other), num_computed)
+
+
+def test_the_same_prompt_again_computes_its_last_pass_alone(session, loaded, short_passes):
+    assert logits(session, PROMPT) == (fresh(loaded, PROMPT), 20)
+    for prompt, computed in ((PROMPT, 4), (PROMPT[:16], 8), (PROMPT, 4)):
+        assert logits(session, prompt) == (fresh(loaded, prompt), computed)
+
+
+def test_a_conversation_can_go_back_again_and_again(session, loaded, short_passes):
+    long = TOKENS.tolist()[:40]
+    session.prefill(long)
+    for changed in (30, 26, 25):
+        other = [*long[:changed], *(token ^ 1 for token in long[changed:])]
+        session.stats.prefill_tokens = 0
+        assert logits(session, other) == (fresh(loaded, other), 40 - 24)
+
+
+def test_passes_end_where_those_of_a_new_session_do(session, loaded, short_passes, monkeypatch):
+    session.prefill(PROMPT[:11])
+    lengths = []
+    step = session.step
+    monkeypatch.setattr(session, "step", lambda tokens, **more: lengths.append(len(tokens)) or step(tokens, **more))
+    session.prefill(PROMPT)
+    assert lengths == [5, 4]
+    assert list(session._marks) == [8], "the end of a pass that was cut in two has other bits"
+
+
+def test_few_places_are_kept_and_the_newest_is_one(session, short_passes):
+    session.prefill(TOKENS.tolist()[:48])
+    assert len(session._marks) == config.SESSION_MARKS and max(session._marks) == 48
+
+
+def test_a_place_costs_what_is_planned_for_it(session, loaded, short_passes):
+    session.prefill(PROMPT)
+    mark = session._marks[16]
+    arrays = [mark.ngram_conv]
+    for mixer in mark.mixers:
+        arrays += [mixer.conv, mixer.recurrent] if hasattr(mixer, "conv") else [mixer.open_keys]
+    assert config.SESSION_MARKS * sum(array.nbytes for array in arrays) <= loaded.sizes.prefix_cache_bytes
+
+
+# Replies --------------------------------------------------------------------------------------------------------------
 
 
 def test_extending_the_conversation_prefills_only_what_is_new(session):

@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from slotpy import config
 from slotpy.engine import worker as worker_module
 from slotpy.engine.engine import Engine
 from slotpy.engine.generation import (
@@ -534,6 +535,23 @@ def test_the_next_turn_prefills_only_what_is_new(demo):
     longer = dataclasses.replace(first, messages=(*HELLO.messages, reply, {"role": "user", "content": "More"}))
     second = demo.ask(longer, directory=DEMO).final()
     assert second.stats.prefill_tokens == second.prompt_tokens - len(final.token_ids) + 1
+
+
+def test_a_turn_that_drops_the_reasoning_before_it_reads_only_the_end_again(demo, monkeypatch):
+    """As most templates of reasoning models do. In passes of 16 tokens, so that a short prompt has several."""
+    monkeypatch.setattr(config, "PREFILL_CHUNK_TOKENS", 16)
+    asked = {"role": "user", "content": "What is a lighthouse? " * 6}
+    ask = dataclasses.replace(HELLO, messages=(asked,), think=True, max_tokens=40)
+    *deltas, first = demo.ask(ask, directory=DEMO).all()
+    said = "".join(delta.text for delta in deltas if not delta.reasoning)
+    assert said and any(delta.reasoning for delta in deltas)
+    messages = (asked, {"role": "assistant", "content": said}, {"role": "user", "content": "What is a river?"})
+    ask = dataclasses.replace(ask, messages=messages)
+    again = demo.ask(ask, directory=DEMO).final()
+    assert again.stats.prefill_tokens == again.prompt_tokens - first.prompt_tokens // 16 * 16
+    demo.ask(UnloadRequest(), directory=DEMO).final()
+    anew = demo.ask(ask, directory=DEMO).final()
+    assert (anew.stats.prefill_tokens, anew.token_ids) == (anew.prompt_tokens, again.token_ids)
 
 
 def test_a_prefill_can_be_cancelled(demo, monkeypatch):
