@@ -6,10 +6,10 @@ import random
 import pytest
 
 from slotpy import budget
-from slotpy.budget import Request, Sizes, gib_to_bytes, pass_tokens, plan, slack_bytes, wired_limit_bytes
+from slotpy.budget import Request, Sizes, gib_to_bytes, pass_tokens, plan, wired_limit_bytes
 from slotpy.doctor import published
 from slotpy.errors import CapacityError, UsageError
-from slotpy.machine.machines import GIB, NAMED, Machine
+from slotpy.machine.machines import GIB, NAMED, Machine, slack_bytes
 
 FLASH = published.find("qwen3.8-flash-next").sizes
 MAC = NAMED["mac-48"]

@@ -4,7 +4,7 @@
 clock. More memory never plans fewer slots or a shorter context.
 """
 
-from slotpy.budget.limits import slack_bytes, wired_limit_bytes
+from slotpy.budget.limits import wired_limit_bytes
 from slotpy.budget.planner import pass_tokens, plan
 from slotpy.budget.types import Ledger, Limit, Placement, Plan, Request, Sizes, gib_to_bytes, resized
 
@@ -19,6 +19,5 @@ __all__ = [
     "pass_tokens",
     "plan",
     "resized",
-    "slack_bytes",
     "wired_limit_bytes",
 ]

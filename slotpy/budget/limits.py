@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from slotpy.budget.types import Limit, Placement, Plan, Request, Sizes
-from slotpy.machine.machines import GIB, Machine
+from slotpy.machine.machines import GIB, Machine, slack_bytes
 from slotpy.units import format_bytes
 
 RUNTIME_BYTES = 320 << 20
@@ -24,11 +24,6 @@ WORKING_SET_MARGIN_BYTES = 2 * GIB
 KNEE_PERCENT = 50
 """Share of the experts past which no gain was measured, short of holding them all: on the three recorded traces the
 table is then within 0.8 points of Belady's bound (bench/results/slot_replay.csv)."""
-
-
-def slack_bytes(ram_bytes: int) -> int:
-    """Give how much of the available memory is left alone: 1.5 GiB or 5 % of RAM, but at most a fifth."""
-    return min(max(3 * GIB // 2, ram_bytes // 20), ram_bytes // 5)
 
 
 def wired_limit_bytes(made: Plan, machine: Machine) -> int:

@@ -11,6 +11,11 @@ GIB = 1 << 30
 Backend = Literal["metal", "cuda", "cpu"]
 
 
+def slack_bytes(ram_bytes: int) -> int:
+    """Give how much of the available memory is left alone: 1.5 GiB or 5 % of RAM, but at most a fifth."""
+    return min(max(3 * GIB // 2, ram_bytes // 20), ram_bytes // 5)
+
+
 @dataclass(frozen=True)
 class Machine:
     """Facts about one machine, in bytes; 0 where there is no such thing.

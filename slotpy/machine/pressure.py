@@ -9,8 +9,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from slotpy.budget import slack_bytes
 from slotpy.machine import cgroup, hardware
+from slotpy.machine.machines import slack_bytes
 
 WARNING_PERCENT = 20.0
 """Of the last ten seconds, in which some task waited for memory."""
