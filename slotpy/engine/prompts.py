@@ -156,7 +156,7 @@ def _arguments(value: Any, name: str) -> dict[str, Any]:
     if isinstance(value, str):
         try:
             value = json.loads(value or "{}", strict=False)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise UsageError(f"The arguments of the earlier call of {name} are no JSON: {error}.") from error
     if not isinstance(value or {}, dict):
         raise UsageError(f"The arguments of the earlier call of {name} are no JSON object.")

@@ -71,7 +71,7 @@ def test_arguments_of_earlier_calls_become_objects(arguments, expected):
     ]
 
 
-@pytest.mark.parametrize("arguments", ["{", "[1]", "3", [1]])
+@pytest.mark.parametrize("arguments", ["{", "[1]", "3", [1], "[" * 5000])
 def test_arguments_that_are_no_object_are_refused_by_name(arguments):
     with pytest.raises(UsageError, match="look"):
         uniform([said("assistant", "", tool_calls=[{"function": {"name": "look", "arguments": arguments}}])])
