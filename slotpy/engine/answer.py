@@ -18,9 +18,6 @@ from slotpy.engine.sampler import SamplingParams
 from slotpy.engine.session import Session
 from slotpy.errors import PromptTooLongError, UsageError
 
-_CONFIG_NAMES = {"repeat_penalty": "repetition_penalty"}
-"""What generation_config.json calls otherwise."""
-
 _log = logging.getLogger(__name__)
 
 
@@ -71,7 +68,7 @@ def answer(work: Work, request: GenerationRequest) -> Finished | None:
         constraint = engine.grammar.compile(request.format, frozenset() if call_id is None else frozenset([call_id]))
     replies = session.generate(
         prompt.ids,
-        sampling_params(request, engine.defaults),
+        SamplingParams.merge(engine.defaults, request.sampling, request.defaults),
         _max_tokens(request, engine.defaults, context.tokens - len(prompt.ids)),
         engine.stop_ids,
         constraint=constraint,
@@ -140,18 +137,6 @@ def embed(work: Work, request: EmbedRequest) -> Embedded | None:
         total_ns=work.total_ns(),
         load_ns=work.load_ns,
     )
-
-
-def sampling_params(request: GenerationRequest, generation_config: Mapping[str, Any]) -> SamplingParams:
-    """Merge what the request demands, what the checkpoint recommends and what the request falls back on."""
-    recommended = {name for name, value in generation_config.items() if value is not None}
-    if generation_config.get("do_sample") is False:
-        recommended.add("temperature")
-    fallback = {
-        name: value for name, value in request.defaults.items() if _CONFIG_NAMES.get(name, name) not in recommended
-    }
-    demanded = {name: value for name, value in request.sampling.items() if value is not None}
-    return SamplingParams.merge(generation_config, fallback | demanded)
 
 
 def _max_tokens(request: GenerationRequest, generation_config: Mapping[str, Any], room: int) -> int:

@@ -73,16 +73,17 @@ class SamplingParams:
                 _check(field.name, getattr(self, field.name))
 
     @classmethod
-    def merge(cls, generation_config: Mapping[str, Any], options: Mapping[str, Any]) -> "SamplingParams":
+    def merge(
+        cls, generation_config: Mapping[str, Any], options: Mapping[str, Any], defaults: Mapping[str, Any] | None = None
+    ) -> "SamplingParams":
         """Merge a checkpoint's `generation_config.json` (`{}` when it has none) with options; a None is not given.
 
         Options win over the file, the file over the defaults; `do_sample: false` in the file means temperature 0.
         """
-        values = {
-            name: generation_config[key]
-            for key, name in _GENERATION_CONFIG_KEYS.items()
-            if generation_config.get(key) is not None
-        }
+        values = dict(defaults or {})
+        for key, name in _GENERATION_CONFIG_KEYS.items():
+            if generation_config.get(key) is not None:
+                values[name] = generation_config[key]
         if generation_config.get("do_sample") is False:
             values["temperature"] = 0.0
         values.update({name: value for name, value in options.items() if value is not None})

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from slotpy.engine.answer import Work, answer, embed, sampling_params
+from slotpy.engine.answer import Work, answer, embed
 from slotpy.engine.generation import EmbedRequest, Finished, GenerationRequest, TextDelta, ToolCall
 from slotpy.engine.loader import EngineOptions
 from slotpy.engine.sampler import SamplingParams
@@ -131,6 +131,10 @@ def test_work_that_is_over_before_it_begins_is_not_begun():
 
 
 # Sampling -----------------------------------------------------------------------------------------------------------
+
+
+def sampling_params(request, generation_config):
+    return SamplingParams.merge(generation_config, request.sampling, request.defaults)
 
 
 def test_demands_win_over_the_checkpoint_and_that_over_defaults():
