@@ -48,6 +48,15 @@ class Options:
     stops: tuple[str, ...]
     num_ctx: int | None
 
+    def asked(self, model: Model) -> dict[str, Any]:
+        """Give what they ask of a model, in GenerationRequest's fields."""
+        return {
+            "sampling": self.sampling,
+            "max_tokens": self.num_predict,
+            "stops": self.stops,
+            "context_tokens": context_tokens(self.num_ctx, model),
+        }
+
 
 def read_options(raw: Mapping[str, Any], beneath: Mapping[str, Any] | None = None) -> Options:
     """Read a request's options over those `beneath`, the model's own. A null is not given; unknown names are logged.

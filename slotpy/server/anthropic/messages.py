@@ -15,7 +15,7 @@ from slotpy.server.errors import ApiError, error_body
 from slotpy.server.gojson import ANY, BOOL, FLOAT, INT, OBJECT, STRING, ListOf, Struct
 from slotpy.server.keys import SERVICE
 from slotpy.server.library.library import Model
-from slotpy.server.options import context_tokens, read_options
+from slotpy.server.options import read_options
 from slotpy.server.service import Idle
 from slotpy.server.stream import Sse, json_response, sse
 from slotpy.server.turns import DEFAULTS, KEEP_ALIVE_S, choose_tools, conversation, first_call_only, think_of
@@ -104,13 +104,10 @@ def _generation(model: Model, body: Mapping[str, Any]) -> GenerationRequest:
         tools=tools,
         tool_choice=tool_choice,
         think=_think(model, body),
-        sampling=read.sampling,
         defaults=DEFAULTS,
-        max_tokens=read.num_predict,
-        stops=read.stops,
         format=_format(body.get("output_config", {}).get("format", {})),
         truncate=False,
-        context_tokens=context_tokens(read.num_ctx, model),
+        **read.asked(model),
     )
 
 

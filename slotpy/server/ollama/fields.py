@@ -11,7 +11,7 @@ from slotpy.engine.generation import GenerationRequest
 from slotpy.server.errors import ApiError, unsupported
 from slotpy.server.gojson import ANY, BOOL, INT, OBJECT, STRING, Kind, ListOf, Struct
 from slotpy.server.library.library import Model
-from slotpy.server.options import DEFAULTS, context_tokens, read_options
+from slotpy.server.options import DEFAULTS, read_options
 
 _CALL = Struct(
     "api.ToolCall",
@@ -63,14 +63,11 @@ def generation(model: Model, body: Mapping[str, Any], **asked: Any) -> Generatio
     options = read_options(body.get("options", {}), model.parameters)
     return GenerationRequest(
         think=read_think(body.get("think"), model, body["model"]),
-        sampling=options.sampling,
         defaults=DEFAULTS,
-        max_tokens=options.num_predict,
-        stops=options.stops,
         format=read_format(body.get("format")),
         top_logprobs=read_top_logprobs(body),
         truncate=body.get("truncate", True),
-        context_tokens=context_tokens(options.num_ctx, model),
+        **options.asked(model),
         **asked,
     )
 

@@ -25,7 +25,6 @@ from slotpy.server.openai.common import (
     top_logprobs_of,
     usage_of,
 )
-from slotpy.server.options import context_tokens
 from slotpy.server.service import Idle
 from slotpy.server.stream import Sse, json_response, sse
 from slotpy.server.turns import (
@@ -130,13 +129,10 @@ def _generation(model: Model, body: Mapping[str, Any]) -> GenerationRequest:
         tools=tools,
         tool_choice=choice,
         think=think_of(effort, model),
-        sampling=options.sampling,
         defaults=DEFAULTS,
-        max_tokens=options.num_predict,
-        stops=options.stops,
         format=_format(body.get("response_format", {})),
         top_logprobs=top_logprobs if body.get("logprobs") else None,
-        context_tokens=context_tokens(options.num_ctx, model),
+        **options.asked(model),
     )
 
 

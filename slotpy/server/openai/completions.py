@@ -26,7 +26,6 @@ from slotpy.server.openai.common import (
     top_logprobs_of,
     usage_of,
 )
-from slotpy.server.options import context_tokens
 from slotpy.server.service import Idle
 from slotpy.server.stream import Sse, json_response, sse
 from slotpy.server.turns import DEFAULTS, KEEP_ALIVE_S, Reply, conversation, think_of
@@ -88,12 +87,9 @@ def _generation(model: Model, body: Mapping[str, Any]) -> GenerationRequest:
         messages=conversation(model, [{"role": "user", "content": prompt}]) if model.template else None,
         prompt=None if model.template else prompt,
         think=think_of("none", model),  # there is no place for reasoning: a client would wait for nothing
-        sampling=options.sampling,
         defaults=DEFAULTS,
-        max_tokens=options.num_predict,
-        stops=options.stops,
         top_logprobs=top_logprobs_of(body["logprobs"], "logprobs") if "logprobs" in body else None,
-        context_tokens=context_tokens(options.num_ctx, model),
+        **options.asked(model),
     )
 
 

@@ -16,7 +16,6 @@ from slotpy.server.library.library import Model
 from slotpy.server.openai.common import SAMPLING, options_of, top_logprobs_of
 from slotpy.server.openai.responses_input import Tools, messages_of, tool_choice_of
 from slotpy.server.openai.responses_output import Output
-from slotpy.server.options import context_tokens
 from slotpy.server.service import Idle
 from slotpy.server.stream import Sse, json_response, sse
 from slotpy.server.turns import DEFAULTS, KEEP_ALIVE_S, choose_tools, conversation, first_call_only, think_of
@@ -101,14 +100,11 @@ def _generation(model: Model, body: Mapping[str, Any], tools: Tools) -> Generati
         tools=offered,
         tool_choice=choice,
         think=think_of(effort, model, relaxed=True),
-        sampling=options.sampling,
         defaults=DEFAULTS,
-        max_tokens=options.num_predict,
-        stops=options.stops,
         format=_format(body.get("text", {}).get("format", {})),
         top_logprobs=top_logprobs if wanted else None,
         truncate=body.get("truncation") == "auto",
-        context_tokens=context_tokens(options.num_ctx, model),
+        **options.asked(model),
     )
 
 
